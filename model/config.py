@@ -1,0 +1,108 @@
+"""The two small frozen nouns every room shares: how a model was adapted, and how it is asked to decode.
+
+`BlockDiffusionConfig` lives in a model folder's config.json under "block_diffusion"; `DecodeConfig` is what a
+request may choose. Both validate themselves and refuse unknown keys, naming the nearest real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.errors import UserError
+
+CONFIG_KEY = "block_diffusion"
+METHODS = ("fast_dllm_v2",)
+MODES = ("diffusion", "ar")
+
+
+def nearest_key(name: str, known: Any) -> str:
+    """A hint for a misspelt key: ``, did you mean 'x'?`` or the list of keys when none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class BlockDiffusionConfig:
+    """How a checkpoint was adapted. block_size K and sub_block_size S in tokens; S divides K.
+
+    `trained_context_length`: longest document (tokens) seen in adaptation, None when not recorded.
+    """
+
+    block_size: int
+    mask_token_id: int
+    method: str = "fast_dllm_v2"
+    sub_block_size: int = 8
+    token_shift: bool = True
+    trained_context_length: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f"{CONFIG_KEY} in config.json"
+        for name in ("block_size", "mask_token_id", "sub_block_size"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and not isinstance(value, bool), f"{where}: {name} must be a whole number, not {value!r}.")
+        _check(self.block_size >= 1, f"{where}: block_size must be at least 1, not {self.block_size}.")
+        _check(self.mask_token_id >= 0, f"{where}: mask_token_id must not be negative, not {self.mask_token_id}.")
+        _check(self.method in METHODS, f"{where}: method {self.method!r} is not known; known: {', '.join(METHODS)}.")
+        check_sub_block(self.sub_block_size, self.block_size)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BlockDiffusionConfig:
+        """Read the object of config.json. Raises UserError for unknown keys or missing required ones."""
+        _check(isinstance(values, Mapping), f"{CONFIG_KEY} in config.json must be an object, not {type(values).__name__}.")
+        fields = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            _check(key in fields, f"{CONFIG_KEY} in config.json has the unknown key {key!r}: {nearest_key(key, fields)}")
+        for key in ("block_size", "mask_token_id"):
+            _check(key in values, f"{CONFIG_KEY} in config.json lacks {key}.")
+        values = dict(values)
+        if "sub_block_size" not in values and isinstance(values["block_size"], int):
+            values["sub_block_size"] = default_sub_block(values["block_size"])
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def default_sub_block(block_size: int) -> int:
+    """The published 8 where it divides the block, else the whole block."""
+    return 8 if block_size % 8 == 0 else block_size
+
+
+def check_sub_block(sub_block_size: int, block_size: int) -> None:
+    """Raises UserError unless 1 <= sub_block_size <= block_size and it divides the block."""
+    _check(
+        sub_block_size >= 1 and block_size % sub_block_size == 0,
+        f"sub_block_size {sub_block_size} does not divide block_size {block_size}: "
+        f"choose one of {', '.join(str(n) for n in range(1, block_size + 1) if block_size % n == 0)}.",
+    )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one request wants its blocks opened. None means the model's or the policy's default.
+
+    mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
+    policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
+    """
+
+    mode: str = "diffusion"
+    policy: str = "threshold"
+    threshold: float = 0.9
+    steps: int | None = None
+    sub_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}.")
+        _check(0.0 < self.threshold <= 1.0, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
+        _check(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps!r}.")
+        _check(self.sub_block_size is None or self.sub_block_size >= 1, f"sub_block_size must be at least 1, not {self.sub_block_size!r}.")

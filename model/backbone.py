@@ -1,0 +1,263 @@
+"""Any Hugging Face causal LM as the body of a block-diffusion model: load, pick the mask token, adapt, save.
+
+A model folder stays an ordinary Hugging Face folder: same `model_type`, same parameter names, with the extra key
+"block_diffusion" in config.json. The published checkpoints' layout (`model_type: Fast_dLLM_Qwen`, `bd_size`, no mask
+id) is read too. Weights are safetensors only and no remote code runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase, Qwen2Config
+from transformers.utils import logging as transformers_logging
+
+from model.attention import NAME as ATTENTION
+from model.config import CONFIG_KEY, BlockDiffusionConfig, default_sub_block
+from model.errors import UserError
+from model.sources import fetch_model, first_line
+
+PUBLISHED_TYPE = "Fast_dLLM_Qwen"
+PUBLISHED_MASK = "|<MASK>|"
+MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")
+SPARE_NAMES = ("<reponame>", "<jupyter_script>", "<|reserved_special_token_0|>", "<unused0>", "<|extra_0|>", "<|fim_pad|>")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass
+class Backbone:
+    """A loaded model with its tokenizer. `block_diffusion` is None for a plain AR model; lengths in tokens."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    block_diffusion: BlockDiffusionConfig | None
+    name: str
+    revision: str
+    context_length: int
+    stop_token_ids: frozenset[int]
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def load_backbone(source: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Backbone:
+    """Load a model folder, URI or Hub id for inference (eval mode, no gradients needed).
+
+    Raises UserError, one sentence, for a folder without config, without safetensors, with missing or unexpected
+    weights, or whose "block_diffusion" does not fit its vocabulary.
+    """
+    folder = fetch_model(source)
+    tokenizer = load_tokenizer(folder)
+    config, block_diffusion = read_config(folder, tokenizer)
+    model = _load_weights(folder, config, dtype).to(device).eval()
+    if block_diffusion and block_diffusion.mask_token_id >= model.get_input_embeddings().num_embeddings:
+        raise UserError(f"{folder}: mask_token_id {block_diffusion.mask_token_id} is outside the model's vocabulary.")
+    return Backbone(
+        model=model,
+        tokenizer=tokenizer,
+        block_diffusion=block_diffusion,
+        name=str(source),
+        revision=revision_of(folder),
+        context_length=context_length_of(config),
+        stop_token_ids=_stop_tokens(model, tokenizer),
+    )
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, URI or Hub id, without remote code. Raises UserError where none loads."""
+    folder = fetch_model(source)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return tokenizer
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: no tokenizer could be loaded ({first_line(error)})") from error
+
+
+def read_config(
+    folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedConfig, BlockDiffusionConfig | None]:
+    """config.json as (transformers config, block-diffusion config), from ours or the published layout."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no config.json: give the folder of a Hugging Face model.") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from error
+    if values.get("model_type") == PUBLISHED_TYPE:
+        return _published_config(values, tokenizer, folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} describes no model that transformers knows: {first_line(error)}") from error
+    block_diffusion = values.get(CONFIG_KEY)
+    return config, None if block_diffusion is None else BlockDiffusionConfig.from_dict(block_diffusion)
+
+
+def _published_config(
+    values: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> tuple[PreTrainedConfig, BlockDiffusionConfig]:
+    """The published layout is Qwen2 by another name; its mask id stands in the tokenizer only."""
+    mask = tokenizer.get_vocab().get(PUBLISHED_MASK)
+    if mask is None:
+        raise UserError(f"{folder}: a {PUBLISHED_TYPE} checkpoint needs {PUBLISHED_MASK} in its tokenizer, which is not there.")
+    block_size = int(values.get("bd_size", 32))
+    dropped = ("model_type", "auto_map", "architectures", "bd_size", "transformers_version")
+    config = Qwen2Config(**{k: v for k, v in values.items() if k not in dropped})
+    config.architectures = ["Qwen2ForCausalLM"]
+    return config, BlockDiffusionConfig(block_size, int(mask), sub_block_size=default_sub_block(block_size))
+
+
+def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    if not list(folder.glob("*.safetensors")):
+        other = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf"))]
+        found = f" (only {other[0]})" if other else ""
+        raise UserError(f"{folder} holds no safetensors weights{found}: convert the model with save_pretrained first.")
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{folder}: the weights could not be loaded: {first_line(error)}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("safetensors"):
+            raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
+        raise
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _refuse_mismatch(folder, info)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _refuse_mismatch(folder: Path, info: dict[str, Any]) -> None:
+    for kind, what in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "holds the unexpected"),
+        ("mismatched_keys", "has the wrong shape for"),
+    ):
+        names = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{folder} {what} weight {names[0]}{more}: config.json and the safetensors do not belong together.")
+
+
+def context_length_of(config: PreTrainedConfig) -> int:
+    """Longest sequence the model was made for, in tokens."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "seq_length"):
+        if value := getattr(text, name, None):
+            return int(value)
+    return 2048
+
+
+def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    found: set[int] = set()
+    generation = model.generation_config.eos_token_id if model.generation_config else None
+    for value in (model.config.get_text_config().eos_token_id, generation, tokenizer.eos_token_id):
+        found |= set(value) if isinstance(value, (list, tuple)) else {value} if value is not None else set()
+    return frozenset(int(v) for v in found)
+
+
+def revision_of(folder: Path) -> str:
+    """Short hash of the config and of every weight file's header, size and edges (not of gigabytes of content)."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(1 << 20)
+            file.seek(max(size - (1 << 20), 0))
+            digest.update(f"{path.name}/{size}".encode() + head + file.read())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class MaskToken:
+    """The chosen mask token. `how`: "named", "spare" (an unused row) or "new" (the embedding must grow by one)."""
+
+    token: str
+    id: int
+    how: str
+
+
+def choose_mask_token(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, reserved: Iterable[int]) -> MaskToken:
+    """A token for [MASK] that is never eos, bos, pad or unk.
+
+    First a token named like one, then an untrained embedding row behind the vocabulary (Qwen2.5: 151665), then a
+    special token nobody uses (SmolLM2: <reponame>), else a new row. reserved: ids that must not be taken.
+    """
+    special = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    taken = {int(i) for i in (*special, *reserved) if i is not None}
+    vocabulary = tokenizer.get_vocab()
+    template = str(tokenizer.chat_template or "")
+    for name in MASK_NAMES:
+        if name in vocabulary and vocabulary[name] not in taken and vocabulary[name] < embedding_rows:
+            return MaskToken(name, vocabulary[name], "named")
+    if len(tokenizer) < embedding_rows:
+        return MaskToken(PUBLISHED_MASK, len(tokenizer), "spare")
+    for name in SPARE_NAMES:
+        if name in vocabulary and name not in template and vocabulary[name] not in taken:
+            return MaskToken(name, vocabulary[name], "spare")
+    return MaskToken(PUBLISHED_MASK, len(tokenizer), "new")
+
+
+def make_block_diffusion(backbone: Backbone, *, block_size: int, trained_context_length: int | None) -> Backbone:
+    """The same network as a block-diffusion model: a mask token, and the config that says so.
+
+    A model that already is one keeps its mask token; another block size than its own is refused with UserError.
+    """
+    existing = backbone.block_diffusion
+    if existing is not None:
+        if existing.block_size != block_size:
+            raise UserError(
+                f"{backbone.name} was adapted with block_size {existing.block_size}, not {block_size}: "
+                f"set --pack.block_size {existing.block_size}, or start from the AR model."
+            )
+        return replace(backbone, block_diffusion=replace(existing, trained_context_length=trained_context_length))
+    rows = backbone.model.get_input_embeddings().num_embeddings
+    mask = choose_mask_token(backbone.tokenizer, rows, backbone.stop_token_ids)
+    if mask.token not in backbone.tokenizer.get_vocab():
+        backbone.tokenizer.add_special_tokens({"extra_special_tokens": [mask.token]}, replace_extra_special_tokens=False)
+    if mask.how == "new":
+        backbone.model.resize_token_embeddings(rows + 1)
+    config = BlockDiffusionConfig(
+        block_size=block_size,
+        mask_token_id=mask.id,
+        sub_block_size=default_sub_block(block_size),
+        trained_context_length=trained_context_length,
+    )
+    return replace(backbone, block_diffusion=config)
+
+
+def save_backbone(backbone: Backbone, folder: Path) -> None:
+    """Write a Hugging Face folder (safetensors, config, tokenizer). The folder must not exist or be empty."""
+    config = backbone.model.config
+    if backbone.block_diffusion is None:
+        config.__dict__.pop(CONFIG_KEY, None)
+    else:
+        setattr(config, CONFIG_KEY, backbone.block_diffusion.to_dict())
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)

@@ -1,0 +1,45 @@
+"""Meeting Ray: the one that the environment names, else a local one of our own; never a stale address file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from model.errors import JobError
+from pipelines.jobkit.signals import install_signals
+
+OBJECT_STORE_BYTES = 512 * 1024 * 1024
+
+
+def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
+    """Connect to RAY_ADDRESS, or start a local Ray with a bounded object store. A process already connected stays so.
+
+    RAY_AUTH_MODE is respected as Ray does. Raises JobError when the address does not answer.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    ours: dict[str, Any] = {"include_dashboard": False, "object_store_memory": object_store_bytes}
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, **(ours if address == "local" else {}))
+    except ConnectionError as error:
+        first = str(error).strip().splitlines()[0]
+        raise JobError(
+            f"No Ray cluster answers at RAY_ADDRESS={address} ({first}): start it or unset RAY_ADDRESS."
+        ) from None
+    install_signals()
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What user code raised inside a Ray task or actor; the error itself when it is not Ray's wrapping."""
+    if "ray" not in sys.modules:
+        return error
+    from ray.exceptions import RayTaskError
+
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error

@@ -1,0 +1,132 @@
+"""The typed configuration of jobs: the base classes and the sections that several jobs share.
+
+A section is a frozen pydantic model; a field's description states its unit and meaning and is what `--help` shows, so a
+field without one is refused when the class is made. A key that cannot change what a job computes (a waiting time, a
+batch width) is marked with `NOT_IDENTITY`: changing it does not stop a job from continuing its output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from model.config import DecodeConfig, check_sub_block
+from pipelines.jobkit.keys import section_type
+
+NOT_IDENTITY: dict[str, Any] = {"identity": False}
+
+
+class Section(BaseModel):
+    """A group of keys. Frozen; unknown keys, infinities and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, field in cls.model_fields.items():
+            if not field.description and section_type(field.annotation) is None:
+                raise TypeError(f"{cls.__name__}.{name} needs a description: it is what --help shows")
+
+
+class JobConfig(Section):
+    """The keys every job has. Subclasses add their own and may change a default."""
+
+    output_name: ClassVar[str] = ""
+    """Where the output lies under the storage root when --output is absent; empty means the job's name."""
+
+    model: str | None = Field(None, description="model to start from: a Hub id, a folder or an fsspec URI")
+    data: tuple[str, ...] = Field(
+        (), description="inputs: files, folders, globs or fsspec URIs of JSONL or Parquet, or a Hub dataset id"
+    )
+    output: str | None = Field(
+        None,
+        description="where results go, a path or an fsspec URI; null: the job's name under BLOCKCAST_STORAGE, or ./out",
+        json_schema_extra=NOT_IDENTITY,
+    )
+    seed: int = Field(0, ge=0, description="seed of every random draw of this job")
+
+
+class ReadConfig(Section):
+    """How chats are read."""
+
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
+        "auto", description="shape of the input lines; auto detects it once per file"
+    )
+    max_rejected: int | None = Field(
+        None, ge=0, description="lines that may be rejected before the job ends with exit code 2; null means no limit"
+    )
+    over_long: Literal["split", "truncate", "reject"] = Field(
+        "split", description="what happens to a document longer than a row: split at turns, cut at its end, or reject"
+    )
+
+
+class PackConfig(Section):
+    """How documents become rows."""
+
+    block_size: int = Field(32, ge=1, description="tokens in a block; every document is padded to a multiple of it")
+    context_length: int = Field(2048, ge=1, description="tokens in a packed row; a multiple of block_size")
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> PackConfig:
+        if self.context_length % self.block_size:
+            raise ValueError(
+                f"context_length {self.context_length} is not a multiple of block_size {self.block_size}; "
+                f"the nearest below is {self.context_length // self.block_size * self.block_size}"
+            )
+        return self
+
+
+class DecodeSection(Section):
+    """How answers are decoded when a request does not say."""
+
+    policy: str = Field("threshold", description="rule that reveals tokens: threshold, sequential or static")
+    threshold: float = Field(
+        0.9, gt=0, le=1, description="confidence (probability) above which a token is revealed; 1 reveals one a step"
+    )
+    steps: int | None = Field(
+        None, ge=1, description="denoising steps per block of the static policy; null means one per token"
+    )
+    sub_block_size: int | None = Field(
+        None, ge=1, description="tokens denoised together, a divisor of the block; null means the checkpoint's"
+    )
+    mode: Literal["diffusion", "ar", "auto"] = Field(
+        "auto", description="diffusion (blocks), ar (token by token), or auto (diffusion where the model was adapted)"
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="number format of the forward pass")
+
+    def check_against(self, block_size: int) -> None:
+        """Raises UserError when sub_block_size does not divide the checkpoint's block."""
+        if self.sub_block_size is not None:
+            check_sub_block(self.sub_block_size, block_size)
+
+    def decode_config(self, *, adapted: bool) -> DecodeConfig:
+        """The decoder's view; `adapted` decides what mode auto means."""
+        mode = ("diffusion" if adapted else "ar") if self.mode == "auto" else self.mode
+        return DecodeConfig(
+            mode=mode,
+            policy=self.policy,
+            threshold=self.threshold,
+            steps=self.steps,
+            sub_block_size=self.sub_block_size,
+        )
+
+
+class EngineSection(Section):
+    """How wide the engine runs."""
+
+    max_rows: int = Field(
+        8, ge=1, description="requests decoded together in one forward", json_schema_extra=NOT_IDENTITY
+    )
+
+
+class ClusterConfig(Section):
+    """How a job meets its cluster."""
+
+    wait_s: float = Field(
+        600.0,
+        ge=0,
+        description="seconds to wait for the requested resources to join before giving up with exit code 1",
+        json_schema_extra=NOT_IDENTITY,
+    )

@@ -1,0 +1,91 @@
+"""Fixtures every room shares: the shared data folder, tiny models, one local Ray for the whole pytest process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch, ray or transformers are imported anywhere: two cores, no network, no authentication surprises.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "BLOCKCAST_CONFIG", "BLOCKCAST_STORAGE"):
+    os.environ.pop(name, None)
+
+import pytest
+import torch
+
+from tests.tiny import build_tiny_model
+
+PROJECT = Path(__file__).resolve().parent.parent
+OBJECT_STORE_BYTES = 200_000_000
+
+
+def shared_folder() -> Path:
+    """The folder of shared test data: BLOCKCAST_SHARED, else ../shared beside the project."""
+    return Path(os.environ.get("BLOCKCAST_SHARED") or PROJECT.parent / "shared")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    """The root of the checkout."""
+    return PROJECT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The shared data folder; absent, the test is skipped, but fails where CI=true."""
+    folder = shared_folder()
+    if not folder.is_dir():
+        reason = "the shared data folder is absent: set BLOCKCAST_SHARED to it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def golden_model(shared: Path) -> Path:
+    """The tiny Qwen2 model on which the published reference's outputs were recorded."""
+    return shared / "golden" / "fast_dllm_v2" / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama folder, not adapted (AR only). Do not write into it."""
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights with a "block_diffusion" entry: block 8, sub-block 4, mask token `<|spare_0|>` (3)."""
+    entry = {"block_size": 8, "mask_token_id": 3, "sub_block_size": 4}
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny_adapted", block_diffusion=entry)
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for the whole pytest process, two CPUs, no dashboard; jobs called in this process find it initialised."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING,
+    )
+    yield
+    ray.shutdown()

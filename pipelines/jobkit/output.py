@@ -28,9 +28,9 @@ from typing import Any, Self
 from fsspec.core import url_to_fs
 from pydantic import BaseModel
 
-from model.errors import UserError
+from model.errors import JobError, UserError
 from pipelines.jobkit.identity import changed_keys, git_revision, hash_of, identity_of, package_versions
-from pipelines.jobkit.lock import Lock
+from pipelines.jobkit.lock import Lock, write_whole
 
 
 class Output:
@@ -74,9 +74,19 @@ class Output:
     ) -> None:
         if self._lock is None:
             return
-        if self.finished is None:
+        try:
+            if self.finished is None and error is None:
+                raise RuntimeError(f"{self.job} left {self.target} without finish(): it would look unfinished for ever")
+            if self.finished is None:
+                self._keep_wall_time()
+        finally:
+            self._lock.release()
+
+    def _keep_wall_time(self) -> None:
+        """Best effort on the way out of a failure, which a full disk or a lost lock may have caused."""
+        with contextlib.suppress(OSError, JobError):
+            self.check()
             self._write_record()
-        self._lock.release()
 
     def _make_folder(self) -> None:
         try:
@@ -91,6 +101,8 @@ class Output:
     def _begin(self) -> None:
         """Continue an earlier run of the same configuration and inputs, or start; refuse anything else."""
         manifest, record = self._read_json("manifest"), self._read_json("record")
+        if not self._complete():
+            manifest = None
         before = record or manifest
         if before is not None:
             self._refuse_other(before)
@@ -101,8 +113,16 @@ class Output:
             return
         self._write_record()
 
+    def _complete(self) -> bool:
+        """Whether what a manifest vouches for is still there."""
+        return True
+
+    def _traces(self) -> list[str]:
+        """What a user removes to start afresh."""
+        return [self.target]
+
     def _refuse_other(self, before: Mapping[str, Any]) -> None:
-        advice = "give another --output, or remove it to start afresh."
+        advice = f"give another --output, or remove {' and '.join(self._traces())} to start afresh."
         if before.get("job") != self.job:
             raise UserError(f"{self.target} holds the output of {before.get('job')}, not of {self.job}: {advice}")
         changed = changed_keys(before.get("identity", {}), identity_of(self.config))
@@ -167,14 +187,14 @@ class Output:
         return content
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        place = self._place(name)
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        if not self.local:
-            self.filesystem.pipe_file(place, text.encode())
-            return
-        temporary = f"{place}.partial"
-        Path(temporary).write_text(text, encoding="utf-8")
-        os.replace(temporary, place)
+        write_whole(self.filesystem, self._place(name), text, local=self.local)
+
+
+def hidden(place: str, ending: str) -> str:
+    """The hidden neighbour of a place: `a/b` and `partial` give `a/.b.partial`."""
+    head, slash, tail = place.rpartition("/")
+    return f"{head}{slash}.{tail}.{ending}"
 
 
 def _open_target(target: str) -> tuple[Any, str]:
@@ -210,25 +230,22 @@ class OutputFolder(Output):
 
     def uri(self, name: str = "") -> str:
         """The name as something any process on any node can open."""
-        return (
-            self.filesystem.unstrip_protocol(self.place(name) if name else self._root)
-            if not self.local
-            else self.place(name)
-        )
+        place = self.place(name) if name else self._root
+        return place if self.local else str(self.filesystem.unstrip_protocol(place))
 
     def has(self, name: str) -> bool:
         """Whether the name is there, complete."""
-        return self.filesystem.exists(self.place(name)) and not self.filesystem.exists(self._partial(name))
-
-    def _partial(self, name: str) -> str:
-        head, _, tail = name.rpartition("/")
-        return self.place(f"{head}/.{tail}.partial" if head else f".{tail}.partial")
+        if not self.filesystem.exists(self.place(name)):
+            return False
+        return self.local or not self.filesystem.exists(hidden(self.place(name), "partial"))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Path]:
-        """A local path to write a file or a folder to; when the block ends well it appears under `name`, replacing what
-        was there. When it does not end well nothing is left of it."""
-        partial = self._partial(name)
+        """A local path to write a file or a folder to, which takes its name when the block ends well.
+
+        It replaces what was there under that name. When the block does not end well nothing is left of it.
+        """
+        partial = hidden(self.place(name), "partial")
         self._remove(partial)
         if self.local:
             Path(partial).parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +284,7 @@ def _take_name(partial: Path, name: Path) -> None:
     if not (name.is_dir() and partial.is_dir()):
         os.replace(partial, name)
         return
-    aside = name.with_name(f".{name.name}.old")
+    aside = Path(hidden(str(name), "old"))
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(name, aside)
     os.rename(partial, name)
@@ -283,21 +300,25 @@ class OutputFile(Output):
             raise UserError(f"--output {target} is a folder: {job} writes a file, name one.")
 
     def _place(self, name: str) -> str:
-        head, _, tail = self._root.rpartition("/")
-        hidden = f"{head}/.{tail}" if head else f".{tail}"
-        return {"lock": f"{hidden}.lock", "record": f"{hidden}.begun.json", "manifest": f"{self._root}.manifest.json"}[
-            name
-        ]
+        if name == "manifest":
+            return f"{self._root}.manifest.json"
+        return hidden(self._root, {"lock": "lock", "record": "begun.json"}[name])
 
     @property
     def _folder(self) -> str:
         return self._root.rpartition("/")[0] or "."
 
+    def _complete(self) -> bool:
+        return bool(self.filesystem.isfile(self._root))
+
+    def _traces(self) -> list[str]:
+        places = [self._root, self._place("manifest"), self._place("record"), self.partial]
+        return [place for place in places if self.filesystem.exists(place)]
+
     @property
     def partial(self) -> str:
         """Where unfinished content lies, on the output's filesystem: hidden, beside the file."""
-        head, _, tail = self._root.rpartition("/")
-        return f"{head}/.{tail}.partial" if head else f".{tail}.partial"
+        return hidden(self._root, "partial")
 
     @property
     def partial_path(self) -> Path:

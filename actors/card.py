@@ -1,0 +1,54 @@
+"""What a request must know of the served model, without its weights: the gateway keeps one, the replica the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from model.backbone import Backbone
+from model.config import BlockDiffusionConfig
+from model.decoding import SamplingParams
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A served model as its callers know it. Lengths in tokens.
+
+    `sampling`: the defaults of absent fields; `context_length`: the longest prompt and answer together.
+    """
+
+    name: str
+    revision: str
+    context_length: int
+    vocab_size: int
+    block_diffusion: BlockDiffusionConfig | None
+    stop_token_ids: frozenset[int]
+    sampling: SamplingParams
+    tokenizer: PreTrainedTokenizerBase
+
+
+def model_card(backbone: Backbone, *, name: str | None = None, max_length: int | None = None) -> ModelCard:
+    """The card of a loaded model. max_length: the engine's own bound on a row, if it is lower than the context."""
+    return ModelCard(
+        name=name or backbone.name,
+        revision=backbone.revision,
+        context_length=min(backbone.context_length, max_length or backbone.context_length),
+        vocab_size=int(backbone.model.get_input_embeddings().num_embeddings),
+        block_diffusion=backbone.block_diffusion,
+        stop_token_ids=backbone.stop_token_ids,
+        sampling=sampling_defaults(backbone.model.generation_config),
+        tokenizer=backbone.tokenizer,
+    )
+
+
+def sampling_defaults(config: GenerationConfig | None) -> SamplingParams:
+    """Absent sampling fields come from the model's generation_config; where `do_sample` is not true, greedy."""
+    if config is None:
+        return SamplingParams()
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    return SamplingParams(
+        temperature=temperature if config.do_sample is True else 0.0,
+        top_p=1.0 if config.top_p is None else float(config.top_p),
+        top_k=0 if config.top_k is None else int(config.top_k),
+    )

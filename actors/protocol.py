@@ -1,0 +1,407 @@
+"""Requests: from the JSON of a client, or of a line of prompts, to one GenerationRequest. One pure function decides.
+
+`parse_call` serves both ways in, HTTP and pipelines/generate.py, so a field means the same in both. It honours a
+field or raises RequestError with its name; nothing is ignored, and null is the same as absent. No Ray, no HTTP here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from jinja2.exceptions import TemplateError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from actors.card import ModelCard
+from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, check_fields
+from model.config import MODES, BlockDiffusionConfig, DecodeConfig, check_sub_block, nearest_key
+from model.decoding import POLICIES, GenerationRequest, SamplingParams
+from model.decoding.requests import SEED_BOUND
+from model.errors import UserError
+
+MAX_STOP_STRINGS = 4
+COMPLETION_MAX_TOKENS = 16
+POLICY_PARAMETERS = {"threshold": "threshold", "static": "steps"}
+NOT_ADAPTED = 'the model was not adapted to write blocks (no "block_diffusion" in its config.json)'
+JOB_FIELDS = ("model", "stream", "stream_options")
+
+Kind = Literal["chat", "completion"]
+
+
+# ------------------------------------------------------------------------------------------------- request types
+def _utf8(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds half of a surrogate pair, which is no text: send whole characters") from error
+    return text
+
+
+def _content(value: Any) -> Any:
+    """A message's content: a string, or a list of text parts, which are joined."""
+    if not isinstance(value, list):
+        return value
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"may hold parts of type 'text' only, which part {i} is not")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError(f"part {i} must be {{'type': 'text', 'text': a string}} and nothing else")
+    return "".join(part["text"] for part in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt: a string or a list of token ids; a list of one prompt is that prompt."""
+    if isinstance(value, list) and len(value) == 1 and (isinstance(value[0], str) or _is_ids(value[0])):
+        value = value[0]
+    if isinstance(value, str):
+        return _utf8(value)
+    if _is_ids(value):
+        return tuple(value)
+    raise ValueError("must be one string or one list of token ids")
+
+
+def _stop(value: Any) -> Any:
+    """One string or up to four, as a tuple."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
+        raise ValueError("must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"may hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
+    if not all(strings):
+        raise ValueError("must not hold an empty string")
+    return tuple(_utf8(s) for s in strings)
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+
+
+class Strict(BaseModel):
+    """Exact JSON types, unknown keys refused, null equal to absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Message(Strict):
+    """One turn of a chat. OpenAI's other keys are accepted as null only."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text, BeforeValidator(_content)]
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: None = None
+    function_call: None = None
+
+
+class StreamOptions(Strict):
+    """include_usage: a last chunk with the usage of the whole request."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class DiffusionOptions(Strict):
+    """How this request wants its blocks opened; absent keys come from the server or the job."""
+
+    mode: str | None = None
+    policy: str | None = None
+    threshold: float | None = Field(None, gt=0, le=1)
+    steps: int | None = Field(None, ge=1)
+    sub_block_size: int | None = Field(None, ge=1)
+    trace: Literal[False] | None = None
+
+
+class CallFields(Strict):
+    """What chats and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-SEED_BOUND, lt=SEED_BOUND)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None
+    diffusion: DiffusionOptions | None = None
+
+
+class ChatFields(CallFields):
+    """The honoured fields of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    safety_identifier: Text | None = None
+
+
+class CompletionFields(CallFields):
+    """The honoured fields of POST /v1/completions."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A validated request: what the engine runs, and how the answer is to be sent."""
+
+    request: GenerationRequest
+    model: str | None
+    stream: bool
+    include_usage: bool
+    user: str | None
+
+
+# ------------------------------------------------------------------------------------------------- validation
+def parse_call(
+    fields: Mapping[str, Any],
+    *,
+    kind: Kind,
+    card: ModelCard,
+    decode: DecodeConfig,
+    request_id: str,
+    default_seed: int,
+) -> Call:
+    """Validate the JSON of one request and turn it into tokens. Pure: the same arguments give the same call.
+
+    decode: the server's or job's own choice (see `check_default`), for what the request leaves out. default_seed: for
+    a request without one. Raises RequestError naming the field at fault.
+    """
+    rules = CHAT_FIELDS if kind == "chat" else COMPLETION_FIELDS
+    parsed = _validate(ChatFields if kind == "chat" else CompletionFields, check_fields(fields, rules))
+    if parsed.stream_options is not None and not parsed.stream:
+        raise RequestError("stream_options may only be sent with stream: true.", param="stream_options")
+    prompt_ids = _chat_ids(parsed, card) if isinstance(parsed, ChatFields) else _prompt_ids(parsed, card)
+    request = GenerationRequest(
+        id=request_id,
+        prompt_ids=prompt_ids,
+        max_tokens=_max_tokens(parsed, len(prompt_ids), card),
+        sampling=_sampling(parsed, card.sampling, default_seed),
+        decode=decode_config(parsed.diffusion, decode, card.block_diffusion),
+        stop_token_ids=card.stop_token_ids,
+        stop_strings=parsed.stop or (),
+    )
+    options = parsed.stream_options
+    identifier = parsed.safety_identifier if isinstance(parsed, ChatFields) else None
+    return Call(
+        request=request,
+        model=parsed.model,
+        stream=bool(parsed.stream),
+        include_usage=bool(options and options.include_usage),
+        user=parsed.user or identifier,
+    )
+
+
+def generation_request(
+    fields: Mapping[str, Any],
+    *,
+    card: ModelCard,
+    default_decode: DecodeConfig,
+    request_id: str,
+    default_seed: int,
+) -> GenerationRequest:
+    """A line of prompts without its `id`, as a request: with `messages`, `prompt` or `prompt_token_ids`."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in JOB_FIELDS:
+        if name in fields:
+            raise RequestError(f"{name} belongs to a request over HTTP, not to a line of prompts.", param=name)
+    given = [name for name in ("messages", "prompt", "prompt_token_ids") if name in fields]
+    if len(given) != 1:
+        have = " and ".join(given) or "none of them"
+        raise RequestError(f"a prompt needs one of messages, prompt and prompt_token_ids, and has {have}.")
+    if "prompt_token_ids" in fields:
+        ids = fields.pop("prompt_token_ids")
+        if not _is_ids(ids):
+            raise RequestError("prompt_token_ids must be a list of token ids.", param="prompt_token_ids")
+        fields["prompt"] = ids
+    kind: Kind = "chat" if "messages" in fields else "completion"
+    call = parse_call(
+        fields, kind=kind, card=card, decode=default_decode, request_id=request_id, default_seed=default_seed
+    )
+    return call.request
+
+
+def derived_seed(seed: int, prompt_id: str) -> int:
+    """The seed of a prompt that brings none: from the job's seed and the prompt's id, never from line order."""
+    digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) -> DecodeConfig:
+    """The choice of a server or a job, if its model can follow it; raises UserError where it cannot."""
+    if decode.mode == "diffusion":
+        if adapted is None:
+            raise UserError(f"decode.mode diffusion: {NOT_ADAPTED}: set decode.mode ar, or give an adapted model.")
+        if decode.policy not in POLICIES:
+            raise UserError(f"decode.policy {decode.policy!r} is not known: {nearest_key(decode.policy, POLICIES)}")
+        check_sub_block(decode.sub_block_size or adapted.sub_block_size, adapted.block_size)
+    return decode
+
+
+def decode_config(
+    asked: DiffusionOptions | None, default: DecodeConfig, adapted: BlockDiffusionConfig | None
+) -> DecodeConfig:
+    """The request's own choices over the default ones. A key without effect is refused, never ignored."""
+    given = asked.model_dump(exclude_none=True, exclude={"trace"}) if asked is not None else {}
+    if not given:
+        return default
+    mode = given.get("mode", default.mode)
+    if mode not in MODES:
+        raise RequestError(f"diffusion.mode must be one of {', '.join(MODES)}, not {mode!r}.", param="diffusion.mode")
+    if mode == "ar":
+        return _ar_config(given, adapted)
+    if adapted is None:
+        raise RequestError(
+            f"diffusion.mode 'diffusion': {NOT_ADAPTED}: send mode 'ar', or ask an adapted model.",
+            param="diffusion.mode",
+        )
+    policy = given.get("policy", default.policy)
+    _check_policy(policy, given)
+    if "sub_block_size" in given:
+        _named("diffusion.sub_block_size", check_sub_block, given["sub_block_size"], adapted.block_size)
+    return replace(default, **{**given, "mode": mode, "policy": policy})
+
+
+def _ar_config(given: Mapping[str, Any], adapted: BlockDiffusionConfig | None) -> DecodeConfig:
+    for name in given:
+        if name != "mode":
+            why = "mode 'ar'" if adapted is not None else "a model that was not adapted to write blocks"
+            raise RequestError(f"diffusion.{name} has no effect with {why}: leave it out.", param=f"diffusion.{name}")
+    return DecodeConfig(mode="ar")
+
+
+def _check_policy(policy: str, given: Mapping[str, Any]) -> None:
+    if policy not in POLICIES:
+        hint = nearest_key(policy, POLICIES)
+        raise RequestError(f"diffusion.policy {policy!r} is not known: {hint}", param="diffusion.policy")
+    for name in POLICY_PARAMETERS.values():
+        if name in given and name != POLICY_PARAMETERS.get(policy):
+            message = f"diffusion.{name} has no effect with policy {policy!r}: leave it out."
+            raise RequestError(message, param=f"diffusion.{name}")
+
+
+# ------------------------------------------------------------------------------------------------- the parts
+def _sampling(parsed: CallFields, default: SamplingParams, default_seed: int) -> SamplingParams:
+    given = {name: getattr(parsed, name) for name in ("temperature", "top_p", "top_k")}
+    values = {name: value for name, value in given.items() if value is not None}
+    if values.get("top_p") == 0:  # the smallest nucleus: the most likely token alone
+        values |= {"top_p": 1.0, "top_k": 1}
+    return replace(default, **values, seed=default_seed if parsed.seed is None else parsed.seed)
+
+
+def _chat_ids(parsed: ChatFields, card: ModelCard) -> tuple[int, ...]:
+    """The chat through the tokenizer's template; a last assistant message is continued, else a new turn is opened."""
+    if not card.tokenizer.chat_template:
+        raise RequestError(f"{card.name} has no chat template: send a prompt (/v1/completions).", param="messages")
+    roles = {"developer": "system"}
+    turns = [{"role": roles.get(m.role, m.role), "content": m.content} for m in parsed.messages]
+    going_on = turns[-1]["role"] == "assistant"
+    try:
+        ids = card.tokenizer.apply_chat_template(
+            turns, tokenize=True, return_dict=False, add_generation_prompt=not going_on, continue_final_message=going_on
+        )
+    except (TemplateError, ValueError) as error:
+        raise RequestError(f"messages do not fit the model's chat template: {error}", param="messages") from error
+    return _fitting(ids, "messages", card)
+
+
+def _prompt_ids(parsed: CompletionFields, card: ModelCard) -> tuple[int, ...]:
+    """The prompt's tokens, special ones as the tokenizer adds them; an empty prompt starts from bos."""
+    ids: Sequence[int] = card.tokenizer(parsed.prompt).input_ids if isinstance(parsed.prompt, str) else parsed.prompt
+    for i in ids:
+        if not 0 <= i < card.vocab_size:
+            message = f"prompt holds the token id {i}, outside the vocabulary of {card.vocab_size}."
+            raise RequestError(message, param="prompt")
+    if not ids and card.tokenizer.bos_token_id is None:
+        raise RequestError("prompt is empty and the model has no token to start from: send some text.", param="prompt")
+    return _fitting(ids or [card.tokenizer.bos_token_id], "prompt", card)
+
+
+def _fitting(ids: Sequence[int], param: str, card: ModelCard) -> tuple[int, ...]:
+    if len(ids) >= card.context_length:
+        raise RequestError(
+            f"{param}: {len(ids)} tokens leave no room for an answer in the context of {card.context_length}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return tuple(int(i) for i in ids)
+
+
+def _max_tokens(parsed: CallFields, prompt_tokens: int, card: ModelCard) -> int:
+    """The request's bound on its answer: chats may fill the context, completions get 16 tokens."""
+    room = card.context_length - prompt_tokens
+    newer = parsed.max_completion_tokens if isinstance(parsed, ChatFields) else None
+    if None not in (newer, parsed.max_tokens) and newer != parsed.max_tokens:
+        raise RequestError("max_tokens and max_completion_tokens differ: send one of them.", param="max_tokens")
+    asked = newer if newer is not None else parsed.max_tokens
+    if asked is None:
+        return room if isinstance(parsed, ChatFields) else min(COMPLETION_MAX_TOKENS, room)
+    if asked > room:
+        param = "max_tokens" if parsed.max_tokens is not None else "max_completion_tokens"
+        raise RequestError(
+            f"{param} {asked} and a prompt of {prompt_tokens} tokens exceed the context of {card.context_length}: "
+            f"ask for at most {room}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+# ------------------------------------------------------------------------------------------------- errors in words
+def _named(param: str, check: Any, *values: Any) -> None:
+    """Run a check of the model's room and give its complaint the field's name."""
+    try:
+        check(*values)
+    except UserError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
+
+
+def _validate(kind: Any, fields: Mapping[str, Any]) -> Any:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _request_error(error.errors(include_url=False)[0]) from None
+
+
+def _request_error(error: Any) -> RequestError:
+    """One sentence from pydantic's first complaint: the field, the value and the rule."""
+    param = _path(error["loc"])
+    kind, value = error["type"], error["input"]
+    if kind == "missing" or (value is None and kind != "value_error"):
+        return RequestError(f"{param} is required.", param=param)
+    if kind == "extra_forbidden":
+        return RequestError(f"{param} is not a known key: {_nearest(param)}", param=param)
+    if kind == "value_error":
+        return RequestError(f"{param} {error['ctx']['error']}.", param=param)
+    what = error["msg"].removeprefix("Input ").strip()
+    return RequestError(f"{param} {what[0].lower()}{what[1:]}, not {_short(value)}.", param=param)
+
+
+def _nearest(param: str) -> str:
+    owner, _, key = param.rpartition(".")
+    types: dict[str, type[Strict]] = {"diffusion": DiffusionOptions, "stream_options": StreamOptions}
+    return nearest_key(key, types.get(owner, Message).model_fields)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _short(value: Any) -> str:
+    """The value as the client wrote it, cut; containers by their kind, however deep they are."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return "an array" if value else "an empty array"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,154 @@
+"""The typed arguments of the Serve application, and the check of a serve.yaml that Serve itself does not make.
+
+Serve ignores keys it does not know, at every level, and says nothing; `check_config` names them. It also refuses what
+the running application would refuse too late: an address other than loopback without API keys.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from actors.access import KEYS_VARIABLE, is_loopback
+from model.config import DecodeConfig, nearest_key
+from model.errors import UserError
+
+GATEWAY, REPLICA = "Gateway", "EngineReplica"
+IMPORT_PATH = "actors.server:build"
+
+
+class Args(BaseModel):
+    """A group of arguments; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class DecodeArgs(Args):
+    """How blocks are opened where a request does not say (its `diffusion` object)."""
+
+    mode: Literal["auto", "diffusion", "ar"] = Field("auto", description="auto: diffusion where the model was adapted")
+    policy: str = Field("threshold", description="reveal rule")
+    threshold: float = Field(0.9, gt=0, le=1, description="confidence above which the threshold policy reveals")
+    steps: int | None = Field(None, ge=1, description="denoising steps per block of the static policy")
+    sub_block_size: int | None = Field(None, ge=1, description="tokens denoised together; absent: the model's own")
+
+    def decode_config(self, *, adapted: bool) -> DecodeConfig:
+        mode = ("diffusion" if adapted else "ar") if self.mode == "auto" else self.mode
+        return DecodeConfig(**{**self.model_dump(), "mode": mode})
+
+
+class EngineArgs(Args):
+    """How wide one engine runs."""
+
+    max_rows: int = Field(8, ge=1, description="requests decoded together")
+    max_length: int | None = Field(None, ge=2, description="longest prompt and answer, in tokens; absent: the context")
+    prefill_tokens: int = Field(512, ge=1, description="prompt tokens read a round, so that decoding rows go on")
+
+
+class ServeArgs(Args):
+    """`args` of the application in serve.yaml."""
+
+    model: str = Field(description="a Hub id, a folder that every node sees, or an fsspec URI")
+    served_name: str | None = Field(None, description="what clients send as `model`; absent: `model` as it is here")
+    min_replicas: int = Field(1, ge=1, description="engine replicas at rest")
+    max_replicas: int = Field(1, ge=1, description="engine replicas under load")
+    gpus_per_replica: float = Field(0, ge=0, description="GPUs of one engine replica; 0 runs on the CPU")
+    cpus_per_replica: float = Field(1, gt=0, description="CPU cores of one engine replica")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, else float32")
+    engine: EngineArgs = EngineArgs()
+    decode: DecodeArgs = DecodeArgs()
+    max_queue: int = Field(256, ge=0, description="requests that may wait; one more gets a 429 with Retry-After")
+    max_body_bytes: int = Field(16 * 2**20, ge=1, description="largest request body")
+    api_keys_file: str | None = Field(None, description=f"keys, one a line; absent: {KEYS_VARIABLE}, or loopback")
+    stall_s: float = Field(30, gt=0, description="a busy engine without a finished round for so long is replaced")
+    drain_s: float = Field(120, ge=0, description="time that open answers get to end when a replica is taken away")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> ServeArgs:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        return self
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus_per_replica else "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        return ("bfloat16" if self.gpus_per_replica else "float32") if self.dtype == "auto" else self.dtype
+
+    @property
+    def requests_at_once(self) -> int:
+        """Running and waiting requests that the gateway lets in."""
+        return self.max_queue + self.engine.max_rows * self.max_replicas
+
+
+# ------------------------------------------------------------------------------------------------- serve.yaml
+def check_config(path: Path) -> None:
+    """Raises UserError, one sentence, for the first thing in a serve.yaml that would be ignored or refused."""
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"There is no file {path}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    for where, message in unknown_keys(config, ServeDeploySchema, ""):
+        raise UserError(f"{path}: {where} is not a key that Serve knows: {message}")
+    try:
+        schema = ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_first(error)}") from error
+    for application in schema.applications:
+        if application.import_path == IMPORT_PATH:
+            _check_application(path, application.model_dump(), schema.http_options.host)
+
+
+def _check_application(path: Path, application: Mapping[str, Any], host: str) -> None:
+    try:
+        args = ServeArgs.model_validate(application["args"])
+    except ValidationError as error:
+        raise UserError(f"{path}: args.{_first(error)}") from error
+    for name in (deployment["name"] for deployment in application["deployments"]):
+        if name not in (GATEWAY, REPLICA):
+            raise UserError(f"{path}: there is no deployment {name!r}: {nearest_key(name, (GATEWAY, REPLICA))}")
+    variables = application["runtime_env"].get("env_vars", {}) | dict(os.environ)
+    if not is_loopback(host) and args.api_keys_file is None and KEYS_VARIABLE not in variables:
+        rule = "set args.api_keys_file, or serve 127.0.0.1"
+        raise UserError(f"{path}: http_options.host {host} is open to others without API keys: {rule}.")
+
+
+def unknown_keys(value: Any, kind: Any, where: str) -> Iterator[tuple[str, str]]:
+    """(path, hint) of every key of `value` that the pydantic type `kind` does not have, at any depth."""
+    models = list(_models(kind))
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from unknown_keys(item, kind, f"{where}[{i}]")
+    if not isinstance(value, dict) or not models:
+        return
+    fields = {name: field for model in models for name, field in model.model_fields.items()}
+    for key, item in value.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key not in fields:
+            yield path, nearest_key(str(key), fields)
+        else:
+            yield from unknown_keys(item, fields[key].annotation, path)
+
+
+def _models(kind: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models inside an annotation such as `Optional[list[X]]`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from _models(part)
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'the arguments'}: {first['msg']}"

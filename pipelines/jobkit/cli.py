@@ -123,6 +123,13 @@ def _purpose(config_type: type[JobConfig]) -> str:
     return " ".join((config_type.__doc__ or "").split())
 
 
+def _signal_of(error: KeyboardInterrupt | SystemExit) -> int:
+    """Which signal an interruption was. No job calls sys.exit: a SystemExit is the work of Ray's own signal handlers
+    (Ray Train ends with sys.exit(0) on SIGINT, ray.init's handler with the signal's number on SIGTERM)."""
+    terminated = isinstance(error, Terminated) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
+    return signal.SIGTERM if terminated else signal.SIGINT
+
+
 def exit_code_of(job: str, error: BaseException) -> int | None:
     """Report an expected ending on stderr and give its exit code; None for a defect, whose traceback must be seen."""
     error = cause_of(error)
@@ -130,9 +137,8 @@ def exit_code_of(job: str, error: BaseException) -> int | None:
         return _fail(job, str(error), 2)
     if isinstance(error, JobError):
         return _fail(job, str(error), 1)
-    if isinstance(error, KeyboardInterrupt):
-        code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
-        return _fail(job, "interrupted; run the same command again to go on.", code)
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return _fail(job, "interrupted; run the same command again to go on.", 128 + _signal_of(error))
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         place = f" for {error.filename}" if error.filename else ""
         return _fail(job, f"No space left{place}: free some and run the same command again to go on.", 1)
@@ -154,7 +160,7 @@ def main(
     install_signals()
     try:
         return _start(job, config_type, run, plan, sys.argv[1:] if argv is None else argv)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         code = exit_code_of(job, error)
         if code is None:
             raise

@@ -107,8 +107,8 @@ def suggest(name: str, known: list[str], mark: str = "") -> str:
 
     mark: what stands before a key where it is written (`--` on a command line).
     """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not near:
-        by_leaf = {path.rsplit(".", 1)[-1]: path for path in reversed(known)}
-        near = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.6)]
+    by_leaf = {path.rpartition(".")[2]: path for path in reversed(known)}
+    leaf = name.rpartition(".")[2]
+    near = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [by_leaf[other] for other in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
     return f"did you mean {mark}{near[0]}?" if near else f"the keys are {', '.join(known)}."

@@ -110,7 +110,8 @@ def settings_of_file(path: str, config_type: type[BaseModel]) -> Settings:
             if key in sections and isinstance(value, dict):
                 walk(value, f"{key}.")
             elif key in sections or key in known:
-                settings.put(key, value, f"in {path}")
+                alone = key in known and known[key].many and isinstance(value, str)
+                settings.put(key, [value] if alone else value, f"in {path}")
             else:
                 raise UserError(f"The config file {path} has the unknown key {key}: {suggest(key, list(known))}")
 
@@ -197,7 +198,7 @@ def _sentence(error: ValidationError, settings: Settings, known: Mapping[str, Ke
     more = f" ({len(problems) - 1} more keys are wrong.)" if len(problems) > 1 else ""
     if details[0]["type"] == "missing":
         return f"{path} is required: give --{path}, or write it in a config file.{more}"
-    if path not in known:
+    if path not in known and path not in settings.sources:
         return f"{path + ': ' if path else ''}{rules[0]}.{more}"
     source = settings.sources.get(path, "by default")
     return f"{path} is {_shown(details[0]['input'])} ({source}): {', or '.join(dict.fromkeys(rules))}.{more}"

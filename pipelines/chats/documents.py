@@ -1,0 +1,237 @@
+"""Tokenized documents between reading and packing: one Parquet file a shard, with what was counted in its metadata.
+
+A shard is read, rendered, tokenized and fitted in batches, so memory holds a batch and not the shard. Both of its files
+appear by rename, the documents last: where they are, the shard is done, and a job that was interrupted does not read it
+again. Which documents are held out depends on their content alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.core import url_to_fs
+
+from model.backbone import load_tokenizer
+from model.demo_base import demo_base_model
+from pipelines.chats.lines import BLANK, Line, batches, format_of, read_shard
+from pipelines.chats.over_long import Fitted, fit
+from pipelines.chats.records import Chat, Document, Rejected, parse
+from pipelines.chats.rows import IGNORED
+from pipelines.chats.sources import Shard
+from pipelines.chats.template import ChatEncoder, Encoded
+
+SUMMARY = b"summary"
+SCHEMA = pa.schema(
+    [
+        pa.field("held_out", pa.bool_(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("labels", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are made. model: where the tokenizer is (None: the demo's base). held_out: share of the documents
+    kept out, or 1.0 for a shard that is held out as a whole. context_length in tokens."""
+
+    model: str | None
+    format: str
+    over_long: str
+    context_length: int
+    max_line_bytes: int
+    held_out: float
+
+
+@dataclass
+class Counts:
+    """What was read, for training and to be held out. documents counts chats, pieces what became of them."""
+
+    lines: int = 0
+    documents: int = 0
+    turns: int = 0
+    pieces: int = 0
+    unrolled: int = 0
+    split: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Counts) -> None:
+        """Take another's counts in."""
+        for name, value in asdict(other).items():
+            if name == "rejected":
+                self.rejected = dict(sorted((Counter(self.rejected) + Counter(value)).items()))
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A shard's counts and the format its file was found to have (None: no known one)."""
+
+    format: str | None
+    counts: Counts
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Summary:
+        values = json.loads(text)
+        return cls(values["format"], Counts(**values["counts"]))
+
+
+@functools.lru_cache(maxsize=2)
+def encoder_of(model: str | None) -> ChatEncoder:
+    """The encoder of a model's tokenizer, made once a process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return ChatEncoder(load_tokenizer(model if model is not None else demo_base_model()))
+
+
+def documents_name(shard: Shard) -> str:
+    return f"{shard.name}.documents.parquet"
+
+
+def rejected_name(shard: Shard) -> str:
+    return f"{shard.name}.rejected.jsonl"
+
+
+def make_documents(shard: Shard, reading: Reading, folder: str) -> Summary:
+    """Read a shard into `folder` (path or fsspec URI), unless that was done before. Raises UserError for a file that
+    cannot be opened at all."""
+    place = f"{folder}/{documents_name(shard)}"
+    done = read_summary(place)
+    if done is not None:
+        return done
+    found = reading.format if reading.format != "auto" else format_of(shard.file, reading.max_line_bytes)
+    summary = Summary(found, Counts())
+    with published(place) as documents, published(f"{folder}/{rejected_name(shard)}") as rejects:
+        _write(documents, rejects, shard, reading, summary)
+    return summary
+
+
+def _write(documents: Path, rejects: Path, shard: Shard, reading: Reading, summary: Summary) -> None:
+    with rejects.open("w", encoding="utf-8") as lines, pq.ParquetWriter(documents, SCHEMA, compression="zstd") as out:
+        for table, rejected in _tables(shard, reading, summary):
+            out.write_table(table)
+            lines.writelines(json.dumps(one) + "\n" for one in rejected)
+        out.add_key_value_metadata({SUMMARY: summary.to_json()})
+
+
+def _tables(shard: Shard, reading: Reading, summary: Summary) -> Iterator[tuple[pa.Table, list[tuple[int, str]]]]:
+    """The documents of a shard table by table, and the (line, reason) of what was rejected; counts as it goes."""
+    encoder, counts = encoder_of(reading.model), summary.counts
+    for lines in batches(read_shard(shard, reading.max_line_bytes)):
+        counts.lines = lines[-1].number
+        parsed = [(line, _parsed(line, summary.format)) for line in lines if line.value is not BLANK]
+        good = [(line, document) for line, document in parsed if not isinstance(document, Rejected)]
+        bad = [(line, reason) for line, reason in parsed if isinstance(reason, Rejected)]
+        pieces: list[tuple[bool, Encoded]] = []
+        encoded = encoder.encode([document for _, document in good])
+        for (line, document), tokens in zip(good, encoded, strict=True):
+            try:
+                if isinstance(tokens, Rejected):
+                    raise tokens
+                fitted = fit(tokens, reading.context_length, reading.over_long)
+            except Rejected as reason:
+                bad.append((line, reason))
+                continue
+            _count(counts, document, fitted, len(tokens))
+            held_out = _is_held_out(document, reading.held_out)
+            pieces += [(held_out, piece) for piece in fitted.pieces]
+        counts.add(Counts(rejected=dict(Counter(reason.kind for _, reason in bad))))
+        yield (
+            _table(pieces),
+            [(line.number, str(reason)) for line, reason in sorted(bad, key=lambda one: one[0].number)],
+        )
+
+
+def _parsed(line: Line, format: str | None) -> Document | Rejected:
+    if line.bad:
+        rejected: Rejected = line.value
+        return rejected
+    if format is None:
+        return Rejected("unknown format", "no key of a known one: messages, conversations, instruction, prompt, text")
+    try:
+        return parse(line.value, format)
+    except Rejected as error:
+        return error
+
+
+def _count(counts: Counts, document: Document, fitted: Fitted, encoded: int) -> None:
+    counts.documents += 1
+    counts.turns += document.turns
+    counts.pieces += len(fitted.pieces)
+    counts.unrolled += encoded > 1
+    counts.split += fitted.split > 0
+    counts.truncated += fitted.truncated > 0
+    counts.dropped += fitted.dropped
+
+
+def _table(pieces: list[tuple[bool, Encoded]]) -> pa.Table:
+    labels = [np.where(piece.supervised, piece.input_ids, IGNORED).astype(np.int32) for _, piece in pieces]
+    columns = (
+        [held_out for held_out, _ in pieces],
+        [len(piece) for _, piece in pieces],
+        [piece.input_ids for _, piece in pieces],
+        labels,
+    )
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def _is_held_out(document: Document, share: float) -> bool:
+    if share <= 0 or share >= 1:
+        return share >= 1
+    content = document.messages if isinstance(document, Chat) else document.text
+    digest = hashlib.sha256(json.dumps(content).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def read_summary(place: str) -> Summary | None:
+    """The summary in a documents file; None where it is not there."""
+    filesystem, path = url_to_fs(place)
+    if not filesystem.exists(path):
+        return None
+    with filesystem.open(path, "rb") as file:
+        return Summary.from_json(pq.read_metadata(file).metadata[SUMMARY])
+
+
+def read_columns(place: str, columns: Iterable[str]) -> pa.Table:
+    """Some columns of a documents file."""
+    filesystem, path = url_to_fs(place)
+    with filesystem.open(path, "rb") as file:
+        return pq.read_table(file, columns=list(columns))
+
+
+@contextlib.contextmanager
+def published(place: str) -> Iterator[Path]:
+    """A local path to write; when the block ends well its content appears at `place` in one step, else nothing does."""
+    filesystem, path = url_to_fs(place)
+    if "file" in filesystem.protocol:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            yield partial
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
+        staged = Path(scratch) / "content"
+        yield staged
+        filesystem.put_file(str(staged), path)

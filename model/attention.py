@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,17 @@ def blockcast_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every layer. Returns ([1, T, Hq, D], no weights)."""
     if attention_plan is None:
-        raise UserError("A Blockcast model was called without attention_plan: pass one, or load it with attn_implementation='sdpa'.")
+        raise UserError(
+            "A Blockcast model was called without attention_plan: pass one, or load it with attn_implementation='sdpa'."
+        )
     if softcap is not None or s_aux is not None:
-        raise UserError(f"{type(module).__name__} caps its attention scores or uses sinks, which Blockcast does not support yet.")
+        raise UserError(
+            f"{type(module).__name__} caps its attention scores or uses sinks, which Blockcast does not support yet."
+        )
     if dropout:
         raise UserError("Attention dropout is not supported: set attention_dropout to 0 in the model's config.json.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attention_plan.attend(int(module.layer_idx), query, key, value, scale, sliding_window)
+    out = attention_plan.attend(cast(int, module.layer_idx), query, key, value, scale, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -133,7 +137,9 @@ class StreamPlan:
         """Additive mask [1, 1, q, k] of a tile."""
         allowed = self._allowed(tile, sliding_window)
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        return torch.zeros(allowed.shape, dtype=kind, device=allowed.device).masked_fill_(~allowed, FORBIDDEN)[None, None]
+        return torch.zeros(allowed.shape, dtype=kind, device=allowed.device).masked_fill_(~allowed, FORBIDDEN)[
+            None, None
+        ]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
@@ -142,18 +148,27 @@ class StreamPlan:
             return self._attend_flex(query, key, value, scale, sliding_window)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out: Tensor = _StructuredAttention.apply(query, key, value, self, scale, sliding_window, layer == self.last_layer)
+        out: Tensor = _StructuredAttention.apply(
+            query, key, value, self, scale, sliding_window, layer == self.last_layer
+        )
         return out
 
-    def _attend_flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    def _attend_flex(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
         from torch.nn.attention.flex_attention import create_block_mask
 
         if sliding_window not in self._flex:
             self._flex[sliding_window] = create_block_mask(
                 self.mask_mod(sliding_window), None, None, self.length, self.length, device=str(query.device)
             )
-        return compiled_flex()(  # type: ignore[no-any-return]
-            query, key, value, block_mask=self._flex[sliding_window], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        return compiled_flex()(
+            query,
+            key,
+            value,
+            block_mask=self._flex[sliding_window],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
 
     def mask_mod(self, sliding_window: int | None) -> Any:
@@ -188,7 +203,14 @@ class _StructuredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: StreamPlan, scale: float, window: int | None, last: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: StreamPlan,
+        scale: float,
+        window: int | None,
+        last: bool,
     ) -> Tensor:
         out = query.new_zeros(query.shape)
         lse = query.new_full(query.shape[:3], FORBIDDEN, dtype=_accumulator(query.dtype))

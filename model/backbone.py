@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 from transformers.utils import logging as transformers_logging
 
 from model.attention import NAME as ATTENTION
@@ -27,7 +34,14 @@ from model.sources import fetch_model, first_line
 PUBLISHED_TYPE = "Fast_dLLM_Qwen"
 PUBLISHED_MASK = "|<MASK>|"
 MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")
-SPARE_NAMES = ("<reponame>", "<jupyter_script>", "<|reserved_special_token_0|>", "<unused0>", "<|extra_0|>", "<|fim_pad|>")
+SPARE_NAMES = (
+    "<reponame>",
+    "<jupyter_script>",
+    "<|reserved_special_token_0|>",
+    "<unused0>",
+    "<|extra_0|>",
+    "<|fim_pad|>",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -112,7 +126,9 @@ def _published_config(
     """The published layout is Qwen2 by another name; its mask id stands in the tokenizer only."""
     mask = tokenizer.get_vocab().get(PUBLISHED_MASK)
     if mask is None:
-        raise UserError(f"{folder}: a {PUBLISHED_TYPE} checkpoint needs {PUBLISHED_MASK} in its tokenizer, which is not there.")
+        raise UserError(
+            f"{folder}: a {PUBLISHED_TYPE} checkpoint needs {PUBLISHED_MASK} in its tokenizer, which is not there."
+        )
     block_size = int(values.get("bd_size", 32))
     dropped = ("model_type", "auto_map", "architectures", "bd_size", "transformers_version")
     config = Qwen2Config(**{k: v for k, v in values.items() if k not in dropped})
@@ -162,7 +178,9 @@ def _refuse_mismatch(folder: Path, info: dict[str, Any]) -> None:
         names = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info.get(kind) or ())
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{folder} {what} weight {names[0]}{more}: config.json and the safetensors do not belong together.")
+            raise UserError(
+                f"{folder} {what} weight {names[0]}{more}: config.json and the safetensors do not belong together."
+            )
 
 
 def context_length_of(config: PreTrainedConfig) -> int:
@@ -240,7 +258,9 @@ def make_block_diffusion(backbone: Backbone, *, block_size: int, trained_context
     rows = backbone.model.get_input_embeddings().num_embeddings
     mask = choose_mask_token(backbone.tokenizer, rows, backbone.stop_token_ids)
     if mask.token not in backbone.tokenizer.get_vocab():
-        backbone.tokenizer.add_special_tokens({"extra_special_tokens": [mask.token]}, replace_extra_special_tokens=False)
+        backbone.tokenizer.add_special_tokens(
+            {"extra_special_tokens": [mask.token]}, replace_extra_special_tokens=False
+        )
     if mask.how == "new":
         backbone.model.resize_token_embeddings(rows + 1)
     config = BlockDiffusionConfig(

@@ -29,7 +29,7 @@ def draw_noise(length: int, block_size: int, generator: torch.Generator) -> tupl
 
 
 def complementary_views(input_ids: Tensor, labels: Tensor, mask: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Two corrupted copies of `input_ids` [..., L]: view 1 masks the supervised tokens under `mask`, view 2 the others."""
+    """Two corrupted copies of `input_ids` [..., L]: view 1 masks supervised tokens under `mask`, view 2 the others."""
     supervised = labels != IGNORED
     return (
         input_ids.masked_fill(supervised & mask, mask_token_id),

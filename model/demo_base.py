@@ -64,9 +64,11 @@ def convert(source: Path, target: Path) -> None:
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[attr-defined]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     if len(tokenizer.tokenize("2048")) != 4:
-        raise UserError(f"The tokenizer of {NAME} does not split digits after the mend: use the pinned package versions.")
+        raise UserError(
+            f"The tokenizer of {NAME} does not split digits after the mend: use the pinned package versions."
+        )
     return tokenizer

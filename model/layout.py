@@ -113,7 +113,9 @@ def lay_out_streams(
     )
     slots, targets = _shifted_targets(rows, mask, blocks, noisy, plan.clean, block_size)
     positions = rows.position_ids.unflatten(1, (-1, block_size)).flatten(0, 1)
-    return _batch(token_ids[stream, order].flatten(), positions[order].flatten(), plan, slots, targets, rows, batch_hash)
+    return _batch(
+        token_ids[stream, order].flatten(), positions[order].flatten(), plan, slots, targets, rows, batch_hash
+    )
 
 
 def lay_out_causal(rows: RowBatch, *, block_size: int, last_layer: int, batch_hash: str = "") -> TrainingBatch:
@@ -145,12 +147,24 @@ def hash_batch(sample_ids: Sequence[int], *ids: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _blocks(rows: RowBatch, block_size: int) -> _Blocks:
+def check_blocks(rows: RowBatch, block_size: int) -> None:
+    """Raises UserError unless rows divide into blocks and no block holds two documents."""
     if rows.input_ids.shape[1] % block_size:
-        raise UserError(f"Rows of {rows.input_ids.shape[1]} tokens do not divide into blocks of {block_size}: pack them again with this block size.")
+        raise UserError(
+            f"Rows of {rows.input_ids.shape[1]} tokens do not divide into blocks of {block_size}: "
+            "pack them again with this block size."
+        )
     documents = rows.document_ids.unflatten(1, (-1, block_size))
     if (documents != documents[..., :1]).any():
-        raise UserError(f"A block of {block_size} tokens holds two documents: the rows were packed with another block size, pack them again.")
+        raise UserError(
+            f"A block of {block_size} tokens holds two documents: "
+            "the rows were packed with another block size, pack them again."
+        )
+
+
+def _blocks(rows: RowBatch, block_size: int) -> _Blocks:
+    check_blocks(rows, block_size)
+    documents = rows.document_ids.unflatten(1, (-1, block_size))
     supervised = (rows.labels != IGNORED).unflatten(1, (-1, block_size))
     document = documents[..., 0]
     follows = torch.zeros_like(document, dtype=torch.bool)

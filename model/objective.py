@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from model.attention import StreamPlan
 from model.corruption import complementary_views, draw_noise, row_generator
 from model.errors import UserError
-from model.layout import RowBatch, TrainingBatch, hash_batch, lay_out_causal, lay_out_streams
+from model.layout import RowBatch, TrainingBatch, check_blocks, hash_batch, lay_out_causal, lay_out_streams
 from model.masks import Tokens
 
 OBJECTIVES = ("block_diffusion", "next_token")
@@ -48,6 +48,7 @@ class BlockDiffusion:
     keep_all: bool = False
 
     def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int) -> TrainingBatch:
+        check_blocks(rows, self.block_size)
         length = rows.input_ids.shape[1]
         noise = (draw_noise(length, self.block_size, row_generator(self.seed, i, epoch))[1] for i in sample_ids)
         return self.corrupted(rows, torch.stack(list(noise)), sample_ids)

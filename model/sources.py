@@ -43,12 +43,19 @@ def fetch_model(source: str | Path) -> Path:
 
 def _fetch_hub(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=list(PATTERNS)))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"--model {repo_id} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN).") from error
+        raise UserError(
+            f"--model {repo_id} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)."
+        ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise JobError(f"Could not fetch {repo_id} from the Hub: {first_line(error)}") from error
 

@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
     [
         pa.field("held_out", pa.bool_(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),
+        pa.field("supervised", pa.int32(), nullable=False),
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("labels", pa.list_(pa.int32()), nullable=False),
     ]
@@ -58,9 +59,9 @@ class Reading:
 
 @dataclass
 class Counts:
-    """What was read, for training and to be held out. documents counts chats, pieces what became of them."""
+    """What became of the chats of one split. documents: chats; pieces: what they were cut or unrolled into; split,
+    truncated, unrolled: chats; dropped: pieces without a supervised token."""
 
-    lines: int = 0
     documents: int = 0
     turns: int = 0
     pieces: int = 0
@@ -68,23 +69,22 @@ class Counts:
     split: int = 0
     truncated: int = 0
     dropped: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         """Take another's counts in."""
         for name, value in asdict(other).items():
-            if name == "rejected":
-                self.rejected = dict(sorted((Counter(self.rejected) + Counter(value)).items()))
-            else:
-                setattr(self, name, getattr(self, name) + value)
+            setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
-    """A shard's counts and the format its file was found to have (None: no known one)."""
+    """What a shard gave. format: what its file was found to have (None: no known one). rejected: lines by kind."""
 
     format: str | None
-    counts: Counts
+    lines: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    train: Counts = field(default_factory=Counts)
+    held_out: Counts = field(default_factory=Counts)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -92,7 +92,12 @@ class Summary:
     @classmethod
     def from_json(cls, text: bytes) -> Summary:
         values = json.loads(text)
-        return cls(values["format"], Counts(**values["counts"]))
+        train, held_out = Counts(**values.pop("train")), Counts(**values.pop("held_out"))
+        return cls(**values, train=train, held_out=held_out)
+
+    def reject(self, kinds: Iterable[str]) -> None:
+        """Count rejected lines."""
+        self.rejected = dict(sorted((Counter(self.rejected) + Counter(kinds)).items()))
 
 
 @functools.lru_cache(maxsize=2)
@@ -118,7 +123,7 @@ def make_documents(shard: Shard, reading: Reading, folder: str) -> Summary:
     if done is not None:
         return done
     found = reading.format if reading.format != "auto" else format_of(shard.file, reading.max_line_bytes)
-    summary = Summary(found, Counts())
+    summary = Summary(found)
     with published(place) as documents, published(f"{folder}/{rejected_name(shard)}") as rejects:
         _write(documents, rejects, shard, reading, summary)
     return summary
@@ -134,30 +139,47 @@ def _write(documents: Path, rejects: Path, shard: Shard, reading: Reading, summa
 
 def _tables(shard: Shard, reading: Reading, summary: Summary) -> Iterator[tuple[pa.Table, list[tuple[int, str]]]]:
     """The documents of a shard table by table, and the (line, reason) of what was rejected; counts as it goes."""
-    encoder, counts = encoder_of(reading.model), summary.counts
     for lines in batches(read_shard(shard, reading.max_line_bytes)):
-        counts.lines = lines[-1].number
-        parsed = [(line, _parsed(line, summary.format)) for line in lines if line.value is not BLANK]
-        good = [(line, document) for line, document in parsed if not isinstance(document, Rejected)]
-        bad = [(line, reason) for line, reason in parsed if isinstance(reason, Rejected)]
+        summary.lines = lines[-1].number
         pieces: list[tuple[bool, Encoded]] = []
-        encoded = encoder.encode([document for _, document in good])
-        for (line, document), tokens in zip(good, encoded, strict=True):
-            try:
-                if isinstance(tokens, Rejected):
-                    raise tokens
-                fitted = fit(tokens, reading.context_length, reading.over_long)
-            except Rejected as reason:
-                bad.append((line, reason))
+        rejected: list[tuple[int, Rejected]] = []
+        for number, made in _outcomes(lines, summary.format, reading):
+            if isinstance(made, Rejected):
+                rejected.append((number, made))
                 continue
-            _count(counts, document, fitted, len(tokens))
-            held_out = _is_held_out(document, reading.held_out)
-            pieces += [(held_out, piece) for piece in fitted.pieces]
-        counts.add(Counts(rejected=dict(Counter(reason.kind for _, reason in bad))))
-        yield (
-            _table(pieces),
-            [(line.number, str(reason)) for line, reason in sorted(bad, key=lambda one: one[0].number)],
-        )
+            held_out = _is_held_out(made.document, reading.held_out)
+            (summary.held_out if held_out else summary.train).add(made.counts)
+            pieces += [(held_out, piece) for piece in made.pieces]
+        summary.reject(reason.kind for _, reason in rejected)
+        yield _table(pieces), [(number, str(reason)) for number, reason in rejected]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A document that passed: its pieces and its counts."""
+
+    document: Document
+    pieces: list[Encoded]
+    counts: Counts
+
+
+def _outcomes(lines: list[Line], format: str | None, reading: Reading) -> Iterator[tuple[int, _Made | Rejected]]:
+    """What became of each line, in order; blank ones left out."""
+    encoder = encoder_of(reading.model)
+    parsed = [(line.number, _parsed(line, format)) for line in lines if line.value is not BLANK]
+    encoded = iter(encoder.encode([document for _, document in parsed if not isinstance(document, Rejected)]))
+    for number, document in parsed:
+        yield number, document if isinstance(document, Rejected) else _made(document, next(encoded), reading)
+
+
+def _made(document: Document, encoded: list[Encoded] | Rejected, reading: Reading) -> _Made | Rejected:
+    if isinstance(encoded, Rejected):
+        return encoded
+    try:
+        fitted = fit(encoded, reading.context_length, reading.over_long)
+    except Rejected as error:
+        return error
+    return _Made(document, fitted.pieces, _counts(document, fitted, len(encoded)))
 
 
 def _parsed(line: Line, format: str | None) -> Document | Rejected:
@@ -172,14 +194,16 @@ def _parsed(line: Line, format: str | None) -> Document | Rejected:
         return error
 
 
-def _count(counts: Counts, document: Document, fitted: Fitted, encoded: int) -> None:
-    counts.documents += 1
-    counts.turns += document.turns
-    counts.pieces += len(fitted.pieces)
-    counts.unrolled += encoded > 1
-    counts.split += fitted.split > 0
-    counts.truncated += fitted.truncated > 0
-    counts.dropped += fitted.dropped
+def _counts(document: Document, fitted: Fitted, encoded: int) -> Counts:
+    return Counts(
+        documents=1,
+        turns=document.turns,
+        pieces=len(fitted.pieces),
+        unrolled=int(encoded > 1),
+        split=int(fitted.split > 0),
+        truncated=int(fitted.truncated > 0),
+        dropped=fitted.dropped,
+    )
 
 
 def _table(pieces: list[tuple[bool, Encoded]]) -> pa.Table:
@@ -187,6 +211,7 @@ def _table(pieces: list[tuple[bool, Encoded]]) -> pa.Table:
     columns = (
         [held_out for held_out, _ in pieces],
         [len(piece) for _, piece in pieces],
+        [int(piece.supervised.sum()) for _, piece in pieces],
         [piece.input_ids for _, piece in pieces],
         labels,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -25,25 +25,35 @@ class Placed:
     labels: np.ndarray
 
 
-def row_schema(*, block_size: int, context_length: int, mask_token_id: int) -> pa.Schema:
-    """The schema of packed rows with what a reader must know about them in its metadata."""
-    facts = {"block_size": block_size, "context_length": context_length, "mask_token_id": mask_token_id}
-    return ROW_SCHEMA.with_metadata({name: str(value) for name, value in facts.items()})
+@dataclass(frozen=True)
+class RowFormat:
+    """What a reader must know about packed rows: sizes in tokens, and the id that pads them."""
+
+    block_size: int
+    context_length: int
+    mask_token_id: int
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of packed rows with these facts in its metadata."""
+        return ROW_SCHEMA.with_metadata({name: str(value) for name, value in asdict(self).items()})
+
+    def padded(self, length: int) -> int:
+        """A length in tokens, filled up to whole blocks."""
+        return -(-length // self.block_size) * self.block_size
 
 
-def build_rows(
-    documents: Iterable[Placed], count: int, *, block_size: int, context_length: int, mask_token_id: int
-) -> pa.Table:
+def build_rows(documents: Iterable[Placed], count: int, form: RowFormat) -> pa.Table:
     """`count` rows. Padding is the mask token with label -100; inside a document's last block it has the document's id
     and goes on counting positions; the tail of a row has document id -1 and position 0."""
-    shape = (count, context_length)
-    input_ids = np.full(shape, mask_token_id, np.int32)
+    shape = (count, form.context_length)
+    input_ids = np.full(shape, form.mask_token_id, np.int32)
     labels = np.full(shape, IGNORED, np.int32)
     document_ids = np.full(shape, TAIL, np.int32)
     position_ids = np.zeros(shape, np.int32)
     for document in documents:
         length = len(document.input_ids)
-        padded = -(-length // block_size) * block_size
+        padded = form.padded(length)
         real = slice(document.start, document.start + length)
         whole = slice(document.start, document.start + padded)
         input_ids[document.row, real] = document.input_ids
@@ -51,8 +61,7 @@ def build_rows(
         document_ids[document.row, whole] = document.index
         position_ids[document.row, whole] = np.arange(padded)
     columns = [_lists(column) for column in (input_ids, labels, document_ids, position_ids)]
-    schema = row_schema(block_size=block_size, context_length=context_length, mask_token_id=mask_token_id)
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=form.schema)
 
 
 def _lists(values: np.ndarray) -> pa.ListArray:

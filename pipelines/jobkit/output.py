@@ -49,6 +49,7 @@ class Output:
         self._begun = time.time()
         self._earlier_s = 0.0
         self._lock: Lock | None = None
+        self._forgotten = False
 
     def _place(self, name: str) -> str:
         raise NotImplementedError
@@ -77,7 +78,7 @@ class Output:
         try:
             if self.finished is None and error is None:
                 raise RuntimeError(f"{self.job} left {self.target} without finish(): it would look unfinished for ever")
-            if self.finished is None:
+            if self.finished is None and not self._forgotten:
                 self._keep_wall_time()
         finally:
             self._lock.release()
@@ -166,6 +167,11 @@ class Output:
         self.filesystem.rm_file(self._place("record"))
         self.finished = manifest
         return manifest
+
+    def forget(self) -> None:
+        """For bad input: nothing that was begun is worth continuing, the next run may have any configuration."""
+        self.filesystem.rm_file(self._place("record"))
+        self._forgotten = True
 
     def check(self) -> None:
         """Raises JobError when another writer has taken this output over."""

@@ -60,6 +60,14 @@ class ReadConfig(Section):
     over_long: Literal["split", "truncate", "reject"] = Field(
         "split", description="what happens to a document longer than a row: split at turns, cut at its end, or reject"
     )
+    max_line_bytes: int = Field(
+        16 << 20, ge=1, description="longest line in bytes that is read; a longer one is rejected without being held"
+    )
+    shard_bytes: int = Field(
+        32 << 20,
+        ge=1,
+        description="bytes of a file that one task reads; the rows do not depend on it",
+    )
 
 
 class PackConfig(Section):

@@ -17,6 +17,7 @@ from model.errors import UserError
 CONFIG_KEY = "block_diffusion"
 METHODS = ("fast_dllm_v2",)
 MODES = ("diffusion", "ar")
+REFRESHES = ("always", "sub_block")
 
 
 def nearest_key(name: str, known: Any) -> str:
@@ -49,7 +50,10 @@ class BlockDiffusionConfig:
         where = f"{CONFIG_KEY} in config.json"
         for name in ("block_size", "mask_token_id", "sub_block_size"):
             value = getattr(self, name)
-            _check(isinstance(value, int) and not isinstance(value, bool), f"{where}: {name} must be a whole number, not {value!r}.")
+            _check(
+                isinstance(value, int) and not isinstance(value, bool),
+                f"{where}: {name} must be a whole number, not {value!r}.",
+            )
         _check(self.block_size >= 1, f"{where}: block_size must be at least 1, not {self.block_size}.")
         _check(self.mask_token_id >= 0, f"{where}: mask_token_id must not be negative, not {self.mask_token_id}.")
         _check(self.method in METHODS, f"{where}: method {self.method!r} is not known; known: {', '.join(METHODS)}.")
@@ -58,10 +62,14 @@ class BlockDiffusionConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlockDiffusionConfig:
         """Read the object of config.json. Raises UserError for unknown keys or missing required ones."""
-        _check(isinstance(values, Mapping), f"{CONFIG_KEY} in config.json must be an object, not {type(values).__name__}.")
+        _check(
+            isinstance(values, Mapping), f"{CONFIG_KEY} in config.json must be an object, not {type(values).__name__}."
+        )
         fields = {f.name for f in dataclasses.fields(cls)}
         for key in values:
-            _check(key in fields, f"{CONFIG_KEY} in config.json has the unknown key {key!r}: {nearest_key(key, fields)}")
+            _check(
+                key in fields, f"{CONFIG_KEY} in config.json has the unknown key {key!r}: {nearest_key(key, fields)}"
+            )
         for key in ("block_size", "mask_token_id"):
             _check(key in values, f"{CONFIG_KEY} in config.json lacks {key}.")
         values = dict(values)
@@ -93,6 +101,7 @@ class DecodeConfig:
 
     mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
     policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
+    refresh: when the whole block runs: "always" (exact), or "sub_block", the published sub-block cache (an approximation).
     """
 
     mode: str = "diffusion"
@@ -100,9 +109,14 @@ class DecodeConfig:
     threshold: float = 0.9
     steps: int | None = None
     sub_block_size: int | None = None
+    refresh: str = "always"
 
     def __post_init__(self) -> None:
+        _check(self.refresh in REFRESHES, f"refresh must be one of {', '.join(REFRESHES)}, not {self.refresh!r}.")
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}.")
         _check(0.0 < self.threshold <= 1.0, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
         _check(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps!r}.")
-        _check(self.sub_block_size is None or self.sub_block_size >= 1, f"sub_block_size must be at least 1, not {self.sub_block_size!r}.")
+        _check(
+            self.sub_block_size is None or self.sub_block_size >= 1,
+            f"sub_block_size must be at least 1, not {self.sub_block_size!r}.",
+        )

@@ -3,10 +3,26 @@
 requests  the nouns, and the check that a request can run      policies  which slots open (pure, registered)
 row       one request's state machine over its positions       sampling  tokens and confidences from logits
 text      stop strings and UTF-8 safe text                     plan      attention of a round over the cache
-decoder   a round: assemble, forward, choose, apply
+packing   turns to one forward's tensors                       choices   what a round decides
+decoder   the round: pack, forward, choose, move rows on
 """
 
+from model.decoding.decoder import Decoder, Outcome
+from model.decoding.packing import Turn
 from model.decoding.policies import POLICIES
 from model.decoding.requests import GenerationRequest, GenerationResult, SamplingParams, check_request
+from model.decoding.row import Phase, Reveal, Row
 
-__all__ = ["POLICIES", "GenerationRequest", "GenerationResult", "SamplingParams", "check_request"]
+__all__ = [
+    "POLICIES",
+    "Decoder",
+    "GenerationRequest",
+    "GenerationResult",
+    "Outcome",
+    "Phase",
+    "Reveal",
+    "Row",
+    "SamplingParams",
+    "Turn",
+    "check_request",
+]

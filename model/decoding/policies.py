@@ -74,7 +74,7 @@ def static(inputs: RevealInputs) -> Tensor:
     masked = inputs.candidates.sum(1)
     count = (masked + inputs.steps_left - 1) // inputs.steps_left
     order = inputs.ranked.argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    rank = order.argsort(dim=1)
     return inputs.candidates & (rank < count[:, None])
 
 

@@ -34,7 +34,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(0.0 <= self.temperature < float("inf"), f"temperature must be 0 or more and finite, not {self.temperature!r}.")
+        finite = 0.0 <= self.temperature < float("inf")
+        _check(finite, f"temperature must be 0 or more and finite, not {self.temperature!r}.")
         _check(0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p!r}.")
         _check(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k!r}.")
         _check(-SEED_BOUND <= self.seed < SEED_BOUND, f"seed must be a signed 64-bit whole number, not {self.seed!r}.")
@@ -55,8 +56,8 @@ class GenerationRequest:
     id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams = SamplingParams()
-    decode: DecodeConfig = DecodeConfig()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     trace: bool = False
@@ -103,16 +104,17 @@ def check_request(
     max_length: int,
     bos_token_id: int | None,
 ) -> None:
-    """Raises UserError, one sentence, for a request that this model can never run. max_length: prompt and answer, tokens."""
-    length = max(len(request.prompt_ids), 1)
-    _check(bool(request.prompt_ids) or bos_token_id is not None, "the prompt is empty and the model has no token to start from.")
+    """Raises UserError, one sentence, for a request that this model can never run. max_length: of a row, in tokens."""
+    length, room = max(len(request.prompt_ids), 1), max_length - max(len(request.prompt_ids), 1)
+    startable = bool(request.prompt_ids) or bos_token_id is not None
+    _check(startable, "the prompt is empty and the model has no token to start from: send some text.")
     for token in request.prompt_ids:
-        _check(0 <= token < vocab_size, f"the prompt holds the token id {token}, outside the vocabulary of {vocab_size}.")
-    _check(length < max_length, f"the prompt's {length} tokens leave no room for an answer in a row of {max_length}: shorten it.")
+        inside = 0 <= token < vocab_size
+        _check(inside, f"the prompt holds the token id {token}, outside the vocabulary of {vocab_size}.")
+    _check(room >= 1, f"the prompt's {length} tokens leave no room for an answer in {max_length}: shorten it.")
     _check(
-        length + request.max_tokens <= max_length,
-        f"max_tokens {request.max_tokens} and a prompt of {length} tokens exceed the row's {max_length} tokens: "
-        f"ask for at most {max_length - length}.",
+        request.max_tokens <= room,
+        f"max_tokens {request.max_tokens} and a prompt of {length} tokens exceed {max_length}: ask for at most {room}.",
     )
     if request.decode.mode == "diffusion":
         _check_diffusion(request.decode, block_diffusion)

@@ -1,0 +1,358 @@
+"""The engine loop: receive -> schedule -> forward -> publish. A plain class, no Ray; one thread owns the model.
+
+    engine = Engine(backbone, EngineConfig(max_rows=8))
+    results = generate_all(engine, requests)            # in this thread, or:
+    engine.start(); engine.submit(request, listener)    # from any thread; the listener runs on the engine's thread
+
+Rows join and leave at block boundaries, each at its own pace; a listener hears `Delta`s, then `Finished` or `Failed`.
+A row whose logits are not finite fails alone; a forward that raises fails the rows that were in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from actors.scheduler import Demand, Queue, plan_round
+from model.backbone import Backbone
+from model.decoding import Decoder, GenerationRequest, GenerationResult, Outcome, Phase, Reveal, Row, Turn
+from model.errors import JobError, UserError
+
+logger = logging.getLogger(__name__)
+IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """max_rows: requests that run at once. max_length: longest prompt and answer, tokens (None: the model's context).
+
+    prefill_tokens: prompt tokens encoded in one round, over all rows.
+    """
+
+    max_rows: int = 8
+    max_length: int | None = None
+    prefill_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_length", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"engine.{name} must be at least 1, not {value!r}.")
+
+
+# ------------------------------------------------------------------------------------------------- events
+@dataclass(frozen=True)
+class Delta:
+    """Tokens that are final, and text that is: whole characters, never a part of a stop string."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """For requests with `trace`: what one denoising step revealed, in the block that starts at `block_start`."""
+
+    id: str
+    block_start: int
+    reveals: tuple[Reveal, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that ran to its end."""
+
+    result: GenerationResult
+
+    @property
+    def id(self) -> str:
+        return self.result.id
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that could not go on; `message` is one sentence."""
+
+    id: str
+    message: str
+
+
+Event = Delta | Canvas | Finished | Failed
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A moment of the engine. `forwards`: row-forwards by phase; seconds are sums over all rounds since the start."""
+
+    running: int
+    waiting: int
+    rounds: int
+    forwards: dict[str, int]
+    query_tokens: int
+    committed_tokens: int
+    slots_free: int
+    slots_total: int
+    round_s: float
+
+
+@dataclass
+class _Counters:
+    rounds: int = 0
+    query_tokens: int = 0
+    committed_tokens: int = 0
+    round_s: float = 0.0
+    forwards: dict[str, int] = field(default_factory=lambda: {p.value: 0 for p in Phase if p is not Phase.DONE})
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+class Engine:
+    """Requests in, events out. `submit` and `abort` are thread-safe; `step` belongs to one thread.
+
+    `progress_at`: time.monotonic() of the last finished round, or of the last look around while idle.
+    """
+
+    def __init__(self, backbone: Backbone, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.decoder = Decoder(backbone, rows=self.config.max_rows, max_length=self.config.max_length)
+        self.progress_at = time.monotonic()
+        self._lock = threading.Condition()
+        self._requests: dict[str, tuple[GenerationRequest, Listener]] = {}  # all that have not ended
+        self._arrivals: deque[str] = deque()
+        self._aborts: deque[str] = deque()
+        self._queue = Queue()
+        self._rows: dict[str, Row] = {}  # running, in order of admission
+        self._counters = _Counters()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self.decoder.max_length
+
+    # ------------------------------------------------------------------------------------------- callers' side
+    def submit(self, request: GenerationRequest, listener: Listener) -> None:
+        """Queue a request. The listener must be quick and must not raise.
+
+        Raises UserError for what can never run here or an id that is in use, JobError when the engine has stopped.
+        """
+        self.decoder.check(request)
+        with self._lock:
+            if self._closed:
+                raise JobError("The engine has stopped: it takes no more requests.")
+            if request.id in self._requests:
+                raise UserError(f"request id {request.id!r} is in use: ids of unfinished requests must differ.")
+            self._requests[request.id] = (request, listener)
+            self._arrivals.append(request.id)
+            self._lock.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request: its slot is free before the next round, its listener hears nothing more after this round.
+
+        Unknown or finished ids are ignored: the answer may have ended while the caller was leaving.
+        """
+        with self._lock:
+            self._aborts.append(request_id)
+            self._lock.notify_all()
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            counters = self._counters
+            return EngineStats(
+                running=len(self._rows),
+                waiting=len(self._requests) - len(self._rows),
+                rounds=counters.rounds,
+                forwards=dict(counters.forwards),
+                query_tokens=counters.query_tokens,
+                committed_tokens=counters.committed_tokens,
+                slots_free=self.decoder.cache.free,
+                slots_total=self.decoder.cache.rows,
+                round_s=counters.round_s,
+            )
+
+    # ------------------------------------------------------------------------------------------- engine's side
+    def step(self) -> bool:
+        """One round; False when there was nothing to do."""
+        started = time.monotonic()
+        self._receive()
+        turns = self._schedule()
+        if not turns:
+            self._check_idle()
+            return False
+        outcomes = self._forward(turns)
+        self._count(turns, outcomes, time.monotonic() - started)
+        for outcome in outcomes:
+            self._publish(outcome)
+        self.progress_at = time.monotonic()
+        return True
+
+    def run_until_idle(self) -> None:
+        """Rounds until nothing runs or waits."""
+        while self.step():
+            pass
+
+    def start(self) -> None:
+        """Run rounds on a background thread until `stop`."""
+        if self._thread is not None:
+            raise JobError("The engine runs already.")
+        self._stopping = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="blockcast-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its round. Requests that have not ended fail."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the background thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        message = "The engine stopped on an internal error: see its log."
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._wait()
+            message = "The engine was stopped before the answer was complete."
+        finally:  # an unexpected exception ends the thread, loudly, but nobody waits for ever
+            self._close(message)
+
+    def _wait(self) -> None:
+        with self._lock:
+            if not (self._stopping or self._arrivals or self._aborts):
+                self._lock.wait(IDLE_WAIT_S)
+        self.progress_at = time.monotonic()
+
+    def _close(self, message: str) -> None:
+        with self._lock:
+            self._closed = True
+            listeners = [(request_id, listener) for request_id, (_, listener) in self._requests.items()]
+            for row in self._rows.values():
+                self.decoder.release(row)
+            self._rows.clear()
+            self._requests.clear()
+            self._arrivals.clear()
+            self._queue = Queue()
+        for request_id, listener in listeners:
+            listener(Failed(request_id, message))
+
+    # ------------------------------------------------------------------------------------------- the four verbs
+    def _receive(self) -> None:
+        """Take in arrivals and aborts; give free slots to those who wait."""
+        with self._lock:
+            while self._arrivals:
+                self._queue.join(self._arrivals.popleft())
+            while self._aborts:
+                self._forget(self._aborts.popleft())
+            for request_id in self._queue.admit(self.decoder.cache.free):
+                self._rows[request_id] = self.decoder.admit(self._requests[request_id][0])
+
+    def _schedule(self) -> list[Turn]:
+        demands = [
+            Demand(request_id, row.prefill_left, row.query[1] - row.query[0], row.block_size)
+            for request_id, row in self._rows.items()
+        ]
+        return [Turn(self._rows[grant.id], grant.tokens) for grant in plan_round(demands, self.config.prefill_tokens)]
+
+    def _forward(self, turns: list[Turn]) -> list[Outcome]:
+        try:
+            return self.decoder.step(turns)
+        except RuntimeError as error:  # out of memory and the like: these rows' caches are undefined now
+            logger.exception("a forward over %d rows failed", len(turns))
+            message = f"The forward failed: {str(error).splitlines()[0]}"
+            return [Outcome(turn.row, turn.row.phase, error=message) for turn in turns]
+
+    def _publish(self, outcome: Outcome) -> None:
+        row = outcome.row
+        request, listener = self._requests[row.request.id]
+        if outcome.error is not None:
+            self._end(request.id, Failed(request.id, outcome.error), listener)
+            return
+        if request.trace and outcome.phase is Phase.DENOISE:
+            start = outcome.reveals[0].position // row.block_size * row.block_size
+            listener(Canvas(request.id, start, outcome.reveals))
+        token_ids, text = row.take_delta()
+        if token_ids or text:
+            listener(Delta(request.id, token_ids, text))
+        if row.phase is Phase.DONE:
+            self._end(request.id, Finished(row.result()), listener)
+
+    def _end(self, request_id: str, event: Event, listener: Listener) -> None:
+        with self._lock:
+            self._forget(request_id)
+        listener(event)
+
+    def _forget(self, request_id: str) -> None:
+        """Free whatever a request holds; the lock is held."""
+        self._requests.pop(request_id, None)
+        if request_id in self._queue:
+            self._queue.leave(request_id)
+        if request_id in self._rows:
+            self.decoder.release(self._rows.pop(request_id))
+
+    def _count(self, turns: list[Turn], outcomes: list[Outcome], seconds: float) -> None:
+        with self._lock:
+            counters = self._counters
+            counters.rounds += 1
+            counters.round_s += seconds
+            for turn, outcome in zip(turns, outcomes, strict=True):
+                counters.forwards[outcome.phase.value] += 1
+                counters.query_tokens += turn.count
+                if outcome.error is None and outcome.phase is Phase.COMMIT:
+                    counters.committed_tokens += turn.count
+
+    def _check_idle(self) -> None:
+        """At idle every slot must be free: a leak would shrink the engine until it stands still."""
+        free, total = self.decoder.cache.free, self.decoder.cache.rows
+        assert free == total, f"{total - free} cache slots are used while nothing runs"
+
+
+def generate_all(
+    engine: Engine,
+    requests: Iterable[GenerationRequest],
+    on_result: Callable[[GenerationResult], None] | None = None,
+) -> list[GenerationResult]:
+    """Run all requests and return their results in order; `on_result` hears each as it finishes.
+
+    Drives the engine from this thread, unless its own thread runs. Raises UserError for a request that cannot run and
+    JobError, after the others have finished, when one failed.
+    """
+    results: dict[str, GenerationResult] = {}
+    failures: list[Failed] = []
+    ended = threading.Semaphore(0)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Finished):
+            results[event.id] = event.result
+            if on_result is not None:
+                on_result(event.result)
+        elif isinstance(event, Failed):
+            failures.append(event)
+        if isinstance(event, Finished | Failed):
+            ended.release()
+
+    order = []
+    for request in requests:
+        engine.submit(request, listen)
+        order.append(request.id)
+    if engine.alive:
+        for _ in order:
+            ended.acquire()
+    else:
+        engine.run_until_idle()
+    if failures:
+        raise JobError(f"Request {failures[0].id!r} failed: {failures[0].message}")
+    return [results[request_id] for request_id in order]

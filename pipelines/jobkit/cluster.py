@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from model.errors import JobError
 from pipelines.jobkit.signals import install_signals
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
+KNOCK_S = 10.0
 
 
 def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
@@ -23,15 +25,28 @@ def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
+    _knock(address)
     ours: dict[str, Any] = {"include_dashboard": False, "object_store_memory": object_store_bytes}
     try:
         ray.init(address=address, logging_level=logging.WARNING, **(ours if address == "local" else {}))
     except ConnectionError as error:
-        first = str(error).strip().splitlines()[0]
-        raise JobError(
-            f"No Ray cluster answers at RAY_ADDRESS={address} ({first}): start it or unset RAY_ADDRESS."
-        ) from None
+        raise _no_answer(address, str(error).strip().splitlines()[0]) from None
     install_signals()
+
+
+def _knock(address: str) -> None:
+    """Raises JobError at once where nothing listens; ray.init itself keeps trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except OSError as error:
+        raise _no_answer(address, error.strerror or str(error)) from None
+
+
+def _no_answer(address: str, reason: str) -> JobError:
+    return JobError(f"No Ray cluster answers at RAY_ADDRESS={address} ({reason}): start it, or unset RAY_ADDRESS.")
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from model.backbone import Backbone
+from model.chat_template import ensure_chat_template
 from model.config import BlockDiffusionConfig
 from model.decoding import SamplingParams
 
@@ -15,7 +16,8 @@ from model.decoding import SamplingParams
 class ModelCard:
     """A served model as its callers know it. Lengths in tokens.
 
-    `sampling`: the defaults of absent fields; `context_length`: the longest prompt and answer together.
+    `sampling`: the defaults of absent fields; `context_length`: the longest prompt and answer together;
+    `plain_template`: the tokenizer brought no chat template, so chats go through the plain one.
     """
 
     name: str
@@ -26,10 +28,13 @@ class ModelCard:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     tokenizer: PreTrainedTokenizerBase
+    plain_template: bool = False
 
 
 def model_card(backbone: Backbone, *, name: str | None = None, max_length: int | None = None) -> ModelCard:
     """The card of a loaded model. max_length: the engine's own bound on a row, if it is lower than the context."""
+    # Without an end token no plain template is possible: chats are then refused, prompts go on.
+    plain = bool(backbone.tokenizer.eos_token) and ensure_chat_template(backbone.tokenizer)
     return ModelCard(
         name=name or backbone.name,
         revision=backbone.revision,
@@ -39,6 +44,7 @@ def model_card(backbone: Backbone, *, name: str | None = None, max_length: int |
         stop_token_ids=backbone.stop_token_ids,
         sampling=sampling_defaults(backbone.model.generation_config),
         tokenizer=backbone.tokenizer,
+        plain_template=plain,
     )
 
 

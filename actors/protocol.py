@@ -115,7 +115,7 @@ class DiffusionOptions(Strict):
     threshold: float | None = Field(None, gt=0, le=1)
     steps: int | None = Field(None, ge=1)
     sub_block_size: int | None = Field(None, ge=1)
-    trace: Literal[False] | None = None
+    trace: bool | None = None
 
 
 class CallFields(Strict):
@@ -178,6 +178,9 @@ def parse_call(
     parsed = _validate(ChatFields if kind == "chat" else CompletionFields, check_fields(fields, rules))
     if parsed.stream_options is not None and not parsed.stream:
         raise RequestError("stream_options may only be sent with stream: true.", param="stream_options")
+    trace = bool(parsed.diffusion and parsed.diffusion.trace)
+    if trace and not parsed.stream:
+        raise RequestError("diffusion.trace needs stream: true: canvases come as events.", param="diffusion.trace")
     prompt_ids = _chat_ids(parsed, card) if isinstance(parsed, ChatFields) else _prompt_ids(parsed, card)
     request = GenerationRequest(
         id=request_id,
@@ -187,6 +190,7 @@ def parse_call(
         decode=decode_config(parsed.diffusion, decode, card.block_diffusion),
         stop_token_ids=card.stop_token_ids,
         stop_strings=parsed.stop or (),
+        trace=trace,
     )
     options = parsed.stream_options
     identifier = parsed.safety_identifier if isinstance(parsed, ChatFields) else None

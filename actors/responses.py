@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from actors.engine import Canvas
 from actors.protocol import Kind
 from model.decoding import GenerationResult
 
@@ -89,6 +90,13 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def sse(data: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def canvas(event: Canvas) -> dict[str, Any]:
+    """What one denoising step revealed; positions count from the prompt's first token and may come in any order."""
+    reveals = [{"position": r.position, "token_id": r.token, "confidence": r.confidence} for r in event.reveals]
+    return {"id": event.id, "block_start": event.block_start, "reveals": reveals}
+
+
+def sse(data: dict[str, Any], *, event: str | None = None) -> str:
+    """One server-sent event; a nameless one is OpenAI's."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

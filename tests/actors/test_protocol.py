@@ -233,6 +233,7 @@ def test_the_diffusion_object_overrides_the_default_one() -> None:
         ({"sub_block_size": 3}, "diffusion.sub_block_size"),
         ({"sub_block_size": 16}, "diffusion.sub_block_size"),
         ({"block_length": 8}, "diffusion.block_length"),
+        ({"trace": True}, "diffusion.trace"),
         ("fast", "diffusion"),
     ],
 )

@@ -1,0 +1,192 @@
+"""The gateway over a scripted backend: who may ask, how much at a time, and what a client sees when an engine fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from httpx import ASGITransport
+
+from actors.access import Access
+from actors.engine import Delta, Event, Failed, Finished
+from actors.http_app import Admission, Gateway, Served, create_app
+from model.config import DecodeConfig
+from model.decoding import GenerationRequest, GenerationResult
+from model.errors import JobError, UserError
+from tests.actors.test_protocol import CARD
+
+PROMPT = {"model": "tiny", "prompt": "Hi"}
+RESULT = GenerationResult(
+    id="x",
+    token_ids=(5, 6, 2),
+    text="ab",
+    finish_reason="stop",
+    prompt_tokens=2,
+    forwards={"prefill": 1, "denoise": 2, "commit": 1},
+    steps_per_block=[2],
+)
+GOOD: list[Event | Exception] = [Delta("x", (5,), "a"), Delta("x", (6, 2), "b"), Finished(RESULT)]
+
+
+class ScriptedBackend:
+    """Sends a script's events, raises its exceptions, and never ends where the script says "wait"."""
+
+    def __init__(self, script: list[Any], ready: bool = True) -> None:
+        self.script, self.is_ready = script, ready
+        self.aborted: list[str] = []
+        self.running: list[str] = []
+
+    async def served(self) -> Served:
+        return Served(CARD, DecodeConfig(), created=0)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        self.running.append(request.id)
+        for step in self.script:
+            if isinstance(step, Exception):
+                raise step
+            if step == "wait":
+                await asyncio.Event().wait()
+            yield step
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def ready(self) -> bool:
+        if not self.is_ready:
+            raise JobError("no engine")
+        return True
+
+
+def with_client(
+    backend: ScriptedBackend,
+    talk: Callable[[httpx.AsyncClient], Awaitable[Any]],
+    *,
+    keys: tuple[str, ...] = (),
+    limit: int = 4,
+    address: str = "127.0.0.1",
+) -> Any:
+    """Run `talk` with a client of a gateway over the backend."""
+
+    async def main() -> Any:
+        app = create_app(Gateway(backend, Access(keys), Admission(limit), max_body_bytes=1000))
+        transport = ASGITransport(app, client=(address, 5), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await talk(client)
+
+    return asyncio.run(main())
+
+
+def post(backend: ScriptedBackend, fields: dict[str, Any] = PROMPT, **options: Any) -> httpx.Response:
+    return with_client(backend, lambda client: client.post("/v1/completions", json=fields), **options)
+
+
+def test_an_answer_carries_text_usage_and_figures() -> None:
+    body = post(ScriptedBackend(GOOD)).json()
+    assert body["choices"][0]["text"] == "ab"
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body["diffusion"] == {
+        "forwards": {"prefill": 1, "denoise": 2, "commit": 1},
+        "tokens_per_forward": 1.0,
+        "steps_per_block": [2],
+    }
+
+
+def test_a_stream_ends_with_done_and_a_failed_one_with_an_error_and_no_done() -> None:
+    good = post(ScriptedBackend(GOOD), {**PROMPT, "stream": True}).text
+    assert good.endswith("data: [DONE]\n\n") and good.count('"text":"') == 3
+    for failure in (Failed("x", "It broke."), JobError("It broke.")):
+        text = post(ScriptedBackend([GOOD[0], failure]), {**PROMPT, "stream": True}).text
+        last = json.loads(text.strip().rsplit("data: ", 1)[1])
+        assert last["error"]["message"] == "It broke." and last["error"]["type"] == "server_error"
+        assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_at_once_is_a_400_and_its_failure_a_500(stream: bool) -> None:
+    fields = {**PROMPT, "stream": stream}
+    assert post(ScriptedBackend([UserError("Too long.")]), fields).status_code == 400
+    failed = post(ScriptedBackend([Failed("x", "It broke.")]), fields)
+    assert failed.status_code == 500 and failed.json()["error"]["message"] == "It broke."
+
+
+def test_a_defect_is_a_500_that_tells_nothing_of_the_inside() -> None:
+    response = post(ScriptedBackend([ZeroDivisionError("secret")]))
+    assert response.status_code == 500 and "secret" not in response.text
+
+
+def test_a_full_gateway_answers_429_with_retry_after_and_recovers() -> None:
+    backend = ScriptedBackend(["wait"])
+
+    async def talk(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=PROMPT)) for _ in range(2)]
+        while len(backend.running) < 2:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", json=PROMPT)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        backend.script = GOOD
+        return refused, await client.post("/v1/completions", json=PROMPT)
+
+    refused, accepted = with_client(backend, talk, limit=2)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert accepted.status_code == 200
+    assert sorted(backend.aborted) == sorted(backend.running[:2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request_and_a_finished_one_is_left_alone(stream: bool) -> None:
+    backend = ScriptedBackend([GOOD[0], "wait"])
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        task = asyncio.create_task(client.post("/v1/completions", json={**PROMPT, "stream": stream}))
+        while not backend.running:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.02)
+
+    with_client(backend, leave)
+    assert backend.aborted == backend.running
+    finished = ScriptedBackend(GOOD)
+    post(finished, {**PROMPT, "stream": stream})
+    assert finished.aborted == []
+
+
+def test_readiness_follows_the_engine_and_health_does_not() -> None:
+    async def talk(client: httpx.AsyncClient) -> list[int]:
+        return [(await client.get(path)).status_code for path in ("/health", "/ready")]
+
+    assert with_client(ScriptedBackend([], ready=True), talk) == [200, 200]
+    assert with_client(ScriptedBackend([], ready=False), talk) == [200, 503]
+
+
+def test_without_keys_only_this_machine_is_served() -> None:
+    assert post(ScriptedBackend(GOOD), address="10.0.0.9").status_code == 403
+    assert post(ScriptedBackend(GOOD), address="127.0.0.1").status_code == 200
+
+
+def test_with_keys_everyone_must_show_one() -> None:
+    from actors.access import load_key_hashes
+
+    keys = load_key_hashes(None, {"BLOCKCAST_API_KEYS": "first,second"})
+
+    def ask(header: dict[str, str], address: str = "10.0.0.9") -> httpx.Response:
+        return with_client(
+            ScriptedBackend(GOOD),
+            lambda client: client.post("/v1/completions", json=PROMPT, headers=header),
+            keys=keys,
+            address=address,
+        )
+
+    assert ask({"Authorization": "Bearer second"}).status_code == 200
+    for header in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+        response = ask(header)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert ask(header, "127.0.0.1").status_code == 401

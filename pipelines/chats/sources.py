@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
@@ -190,5 +191,5 @@ def open_parquet(file: InputFile) -> pq.ParquetFile:
     filesystem, path = url_to_fs(file.uri)
     try:
         return pq.ParquetFile(filesystem.open(path, "rb"), pre_buffer=False)
-    except (pq.lib.ArrowInvalid, pq.lib.ArrowNotImplementedError, OSError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise UserError(f"{file.uri} is not a readable Parquet file: {str(error).splitlines()[0]}") from None

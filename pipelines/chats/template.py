@@ -31,6 +31,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from model.chat_template import ensure_chat_template
 from pipelines.chats.records import Chat, Document, Message, PlainText, Rejected
 
+_OPENING = "An answer before any question."
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -121,19 +122,14 @@ class ChatEncoder:
         return [Rendered(through, self._trimmed(through, [(start, through)]), ()) for start, through in learnt.values()]
 
     def _span(self, messages: Sequence[Message], index: int) -> tuple[int, str] | None:
-        """(where the answer of turn `index` begins, the text through its end); None where it answers no prompt.
-
-        A chat may open with the assistant. Some templates cannot render the nothing before it; such an answer is then
-        context for the others.
-        """
+        """(where the answer of turn `index` begins, the text through its end); None where that cannot be told."""
         through = self.text(messages[: index + 1])
-        try:
-            before = self.text(messages[:index], prompt=True)
-        except (jinja2.TemplateError, TypeError, IndexError, ValueError):
-            if index:
-                raise
-            return None
+        before = self.text(messages[:index], prompt=True) if index else self._before_opening()
         return (len(before), through) if through.startswith(before) else None
+
+    def _before_opening(self) -> str:
+        """What stands before an answer that opens a chat: templates cannot render the nothing before it."""
+        return self.text([{"role": "assistant", "content": _OPENING}]).partition(_OPENING)[0]
 
     def _trimmed(self, text: str, spans: Any) -> tuple[tuple[int, int], ...]:
         """(start, end) of each (start, text through the turn), the end moved back to the end-of-turn token."""

@@ -14,7 +14,7 @@ Letters: B rows, L row length, K block, T tokens laid out, N supervised predicti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from model.errors import UserError
 from model.masks import CLEAN, NOISY_1, TAIL, Tokens, block_diffusion, causal
 
 VIEWS = 2
+HASH_BITS = 64
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,20 @@ def lay_out_causal(rows: RowBatch, *, block_size: int, last_layer: int, batch_ha
 
 
 def hash_batch(sample_ids: Sequence[int], *ids: Tensor) -> str:
-    """Names the samples and their corruption: equal hashes mean equal training input."""
-    digest = hashlib.blake2b(repr(list(sample_ids)).encode(), digest_size=8)
+    """Names the samples and their corruption: equal hashes mean equal training input. ids: [B, L] each.
+
+    A sum over rows, so that the micro-batches of a global batch add up to its hash however it was divided.
+    """
+    return combine_hashes(_hash_row(sample, [x[row] for x in ids]) for row, sample in enumerate(sample_ids))
+
+
+def combine_hashes(hashes: Iterable[str]) -> str:
+    """The hash of several batches together, whatever their order."""
+    return f"{sum(int(one, 16) for one in hashes) % (1 << HASH_BITS):016x}"
+
+
+def _hash_row(sample: int, ids: Sequence[Tensor]) -> str:
+    digest = hashlib.blake2b(str(sample).encode(), digest_size=HASH_BITS // 8)
     for tensor in ids:
         digest.update(tensor.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()

@@ -31,8 +31,8 @@ HELD_OUT_EPOCH = -1  # the corruption of held-out rows never meets that of a tra
 class Objective(Protocol):
     """Turns packed rows into a batch for one forward. Depends on (seed, sample id, epoch), not on topology."""
 
-    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int) -> TrainingBatch:
-        """rows: B rows; sample_ids: their B global indices; epoch: 0-based pass over the data."""
+    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TrainingBatch:
+        """rows: B rows; sample_ids: their B global indices; epoch: 0-based pass over the data, one or one a row."""
         ...
 
 
@@ -47,11 +47,13 @@ class BlockDiffusion:
     document_mask: bool = True
     keep_all: bool = False
 
-    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int) -> TrainingBatch:
+    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TrainingBatch:
         check_blocks(rows, self.block_size)
         length = rows.input_ids.shape[1]
-        noise = (draw_noise(length, self.block_size, row_generator(self.seed, i, epoch))[1] for i in sample_ids)
-        return self.corrupted(rows, torch.stack(list(noise)), sample_ids)
+        epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
+        samples = zip(sample_ids, epochs, strict=True)
+        noise = [draw_noise(length, self.block_size, row_generator(self.seed, *one))[1] for one in samples]
+        return self.corrupted(rows, torch.stack(noise), sample_ids)
 
     def corrupted(self, rows: RowBatch, mask: Tensor, sample_ids: Sequence[int]) -> TrainingBatch:
         """The batch under a given mask: bool [B, L], True where view 1 masks a supervised token."""
@@ -76,7 +78,7 @@ class NextToken:
     last_layer: int
     document_mask: bool = True
 
-    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int) -> TrainingBatch:
+    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TrainingBatch:
         rows = rows if self.document_mask else rows.without_documents()
         return lay_out_causal(
             rows,

@@ -65,11 +65,6 @@ def causal(q: Tokens, k: Tokens) -> Tensor:
     return same_document(q, k) & (k.position <= q.position)
 
 
-def decoding(q: Tokens, k: Tokens) -> Tensor:
-    """A working block (noisy) over committed blocks (clean), which are block-causal among themselves."""
-    return block_diffusion(q, k)
-
-
 def dense(predicate: Predicate, tokens: Tokens) -> Tensor:
     """The oracle: bool [T, T] for `tokens` of shape [T], rows are queries."""
     return predicate(tokens.at((slice(None), None)), tokens.at((None, slice(None))))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from actors.rows import ROW_SCHEMA
+from actors.rows import RowFormat
 
 IGNORED = -100  # label of a position without loss
 TAIL = -1  # document id of positions that belong to no document
@@ -23,24 +23,6 @@ class Placed:
     start: int
     input_ids: np.ndarray
     labels: np.ndarray
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """What a reader must know about packed rows: sizes in tokens, and the id that pads them."""
-
-    block_size: int
-    context_length: int
-    mask_token_id: int
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of packed rows with these facts in its metadata."""
-        return ROW_SCHEMA.with_metadata({name: str(value) for name, value in asdict(self).items()})
-
-    def padded(self, length: int) -> int:
-        """A length in tokens, filled up to whole blocks."""
-        return -(-length // self.block_size) * self.block_size
 
 
 def build_rows(documents: Iterable[Placed], count: int, form: RowFormat) -> pa.Table:

@@ -149,7 +149,8 @@ def _each(function: Callable[[int], dict[str, Any]], count: int, workers: int | 
         return
     _quiet()
     items = ray.data.from_items([{"item": index} for index in range(count)], override_num_blocks=count)
-    done = items.map(lambda row: function(int(row["item"])), compute=TaskPoolStrategy(workers), num_cpus=1)
+    pool = TaskPoolStrategy(None if workers is None else min(workers, count))
+    done = items.map(lambda row: function(int(row["item"])), compute=pool, num_cpus=1)
     yield from done.iter_rows()
 
 

@@ -28,6 +28,9 @@ setup: .venv/.stamp
 demo: setup
 	$(BIN)/python pipelines/demo.py $(ARGS)
 
+serve: setup
+	$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port "$(PORT)" $(ARGS)
+
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 

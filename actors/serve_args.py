@@ -7,9 +7,9 @@ the running application would refuse too late: an address other than loopback wi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from actors.access import KEYS_VARIABLE, is_loopback
 from model.config import DecodeConfig, nearest_key
 from model.errors import UserError
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeApplicationSchema
 
 GATEWAY, REPLICA = "Gateway", "EngineReplica"
 IMPORT_PATH = "actors.server:build"
@@ -107,18 +110,18 @@ def check_config(path: Path) -> None:
         raise UserError(f"{path}: {_first(error)}") from error
     for application in schema.applications:
         if application.import_path == IMPORT_PATH:
-            _check_application(path, application.model_dump(), schema.http_options.host)
+            _check_application(path, application, schema.http_options.host)
 
 
-def _check_application(path: Path, application: Mapping[str, Any], host: str) -> None:
+def _check_application(path: Path, application: ServeApplicationSchema, host: str) -> None:
     try:
-        args = ServeArgs.model_validate(application["args"])
+        args = ServeArgs.model_validate(application.args)
     except ValidationError as error:
         raise UserError(f"{path}: args.{_first(error)}") from error
-    for name in (deployment["name"] for deployment in application["deployments"]):
+    for name in (deployment.name for deployment in application.deployments):
         if name not in (GATEWAY, REPLICA):
             raise UserError(f"{path}: there is no deployment {name!r}: {nearest_key(name, (GATEWAY, REPLICA))}")
-    variables = application["runtime_env"].get("env_vars", {}) | dict(os.environ)
+    variables = application.runtime_env.get("env_vars", {}) | dict(os.environ)
     if not is_loopback(host) and args.api_keys_file is None and KEYS_VARIABLE not in variables:
         rule = "set args.api_keys_file, or serve 127.0.0.1"
         raise UserError(f"{path}: http_options.host {host} is open to others without API keys: {rule}.")

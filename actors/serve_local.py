@@ -29,9 +29,7 @@ from typing import NoReturn
 import psutil
 
 from actors.serve_args import EngineArgs, ServeArgs
-from model.backbone import load_tokenizer, read_config
 from model.errors import JobError, UserError
-from model.sources import fetch_model
 
 HOST = "127.0.0.1"
 APPLICATION = "blockcast"
@@ -113,6 +111,11 @@ def check_port(port: int) -> None:
 
 def check_model(model: str) -> None:
     """Find what is plainly wrong with a model before Ray starts. Raises UserError."""
+    from model.backbone import load_tokenizer, read_config  # slow to import: a busy port is told at once
+    from model.sources import fetch_model
+
+    if not model:
+        raise UserError("No model is named: make serve MODEL=<folder or id> PORT=<port>.")
     folder = fetch_model(model)
     read_config(folder, load_tokenizer(folder))
 

@@ -1,4 +1,4 @@
-"""A tiny adapted Llama whose every token has one successor: real weights and real forwards, with answers known in advance.
+"""A tiny adapted Llama whose every token has one successor: real weights and forwards, with answers known in advance.
 
 Attention and MLP add nothing, so a position's hidden state is its token's embedding, and the head's row of a token is
 the embedding of the token before it. A masked slot (embedding 0) predicts nothing with confidence, so the threshold
@@ -10,6 +10,7 @@ policy opens one position a step. The successors:
 
 from __future__ import annotations
 
+import itertools
 import string
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def successors() -> dict[int, int]:
     letters = [tokenizer(letter).input_ids[0] for letter in LETTERS]
     chain = [*tokenizer("\n" + ANSWER).input_ids, END]
     assert len(set(chain)) == len(chain), "a byte of ANSWER would have two successors"
-    return dict(zip(letters, letters[1:] + letters[:1], strict=True)) | dict(zip(chain, chain[1:], strict=False))
+    return dict(zip(letters, letters[1:] + letters[:1], strict=True)) | dict(itertools.pairwise(chain))
 
 
 def letters_after(letter: str, count: int) -> str:

@@ -89,6 +89,13 @@ class PackedRows:
         if not self._length:
             raise UserError(f"{folder} holds no rows: {PREPARE}.")
 
+    @property
+    def inputs(self) -> list[str]:
+        """URIs of the files that tell these rows from others: prepare's manifest where there is one, else the rows."""
+        manifest = f"{self.paths[0].rpartition('/')[0]}/manifest.json"
+        paths = [manifest] if self._filesystem.exists(manifest) else self.paths
+        return [str(self._filesystem.unstrip_protocol(path)) for path in paths]
+
     def _survey(self) -> tuple[RowFormat, list[_Group]]:
         """The rows' format and the row groups of all files, from their footers."""
         formats: dict[RowFormat, str] = {}

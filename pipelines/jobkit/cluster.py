@@ -18,6 +18,7 @@ KNOCK_S = 10.0
 def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
     """Connect to RAY_ADDRESS, or start a local Ray with a bounded object store. A process already connected stays so.
 
+    What workers print stays in Ray's own log files: the job speaks for itself, and errors reach it as exceptions.
     RAY_AUTH_MODE is respected as Ray does. Raises JobError when the address does not answer.
     """
     import ray
@@ -28,7 +29,8 @@ def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
     _knock(address)
     ours: dict[str, Any] = {"include_dashboard": False, "object_store_memory": object_store_bytes}
     try:
-        ray.init(address=address, logging_level=logging.WARNING, **(ours if address == "local" else {}))
+        quiet = {"logging_level": logging.WARNING, "log_to_driver": False}
+        ray.init(address=address, **quiet, **(ours if address == "local" else {}))
     except ConnectionError as error:
         raise _no_answer(address, str(error).strip().splitlines()[0]) from None
     install_signals()

@@ -1,0 +1,65 @@
+"""Where workers and driver of a run meet: progress one way, the wish to stop the other way. A tiny Ray actor.
+
+The class is plain; `ray.remote(num_cpus=0)(Board)` makes the actor. It lives as long as its driver, so a worker whose
+driver was killed notices at its next micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class News:
+    """What the driver sees: the newest step's record and the phase that the workers are in."""
+
+    phase: str
+    record: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An expected ending, told in one sentence: bad input (exit code 2) or something that could not be done (1)."""
+
+    user_error: bool
+    message: str
+
+
+class Board:
+    """environment: variables that workers need and no log may show, such as HF_TOKEN."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._phase = "starting"
+        self._record: dict[str, Any] | None = None
+        self._failure: Failure | None = None
+        self._stop = False
+
+    def environment(self) -> dict[str, str]:
+        return self._environment
+
+    def enter(self, phase: str) -> None:
+        """Rank 0 says what it is doing."""
+        self._phase = phase
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Rank 0 says that a step is done."""
+        self._record = record
+
+    def fail(self, failure: Failure) -> None:
+        """Any rank says why it ends; the first word counts."""
+        self._failure = self._failure or failure
+
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def news(self) -> News:
+        return News(self._phase, self._record)
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        return self._stop

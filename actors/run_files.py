@@ -1,0 +1,113 @@
+"""What a run leaves behind step by step (metrics.jsonl), and how it knows that the output is still its own (.run).
+
+A worker may outlive its driver by some seconds. The driver of the next run puts a new token into `.run` before it
+starts workers, so the old worker finds out before it publishes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from model.errors import JobError
+
+METRICS = "metrics.jsonl"
+TOKEN = ".run"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch."""
+
+    step: int
+    loss: float
+    supervised_tokens: int
+    batch_hash: str
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float
+
+
+class Fence:
+    """Whether the run with this token still owns the output."""
+
+    def __init__(self, output: str, token: str) -> None:
+        self._filesystem, root = url_to_fs(output)
+        self._place, self._token = f"{root.rstrip('/')}/{TOKEN}", token
+
+    def raise_up(self) -> None:
+        """The driver's part: from now on no other run publishes here."""
+        self._filesystem.pipe_file(self._place, self._token.encode())
+
+    def take_down(self) -> None:
+        if self._filesystem.exists(self._place):
+            self._filesystem.rm_file(self._place)
+
+    def check(self) -> None:
+        """Raises JobError when another run has begun here, or this one was told to end."""
+        try:
+            holder = self._filesystem.cat_file(self._place).decode()
+        except FileNotFoundError:
+            holder = ""
+        if holder != self._token:
+            raise JobError(f"{self._place.rpartition('/')[0]} was taken over by another run: this one stops.")
+
+
+class MetricsLog:
+    """metrics.jsonl: a line a step, flushed at once; on an object store, which cannot append, put at checkpoints."""
+
+    def __init__(self, output: str, fence: Fence) -> None:
+        self._filesystem, root = url_to_fs(output)
+        self._place = f"{root.rstrip('/')}/{METRICS}"
+        self._local = "file" in self._filesystem.protocol
+        self._fence = fence
+        self._lines: list[str] = []
+
+    def cut(self, step: int) -> None:
+        """Keep the lines of steps 1 .. step, the ones a checkpoint stands for."""
+        self._lines = [json.dumps(record) + "\n" for record in read_metrics(self._filesystem, self._place, step)]
+        self.publish(force=True)
+
+    def append(self, record: StepRecord) -> None:
+        self._fence.check()
+        line = json.dumps(asdict(record)) + "\n"
+        self._lines.append(line)
+        if self._local:
+            with open(self._place, "a", encoding="utf-8") as file:
+                file.write(line)
+
+    def publish(self, *, force: bool = False) -> None:
+        """Bring the stored file up to date; local files are already."""
+        if self._local and not force:
+            return
+        self._fence.check()
+        content = "".join(self._lines).encode()
+        if not self._local:
+            self._filesystem.pipe_file(self._place, content)
+            return
+        partial = Path(self._place).with_name(f".{METRICS}.partial")
+        partial.write_bytes(content)
+        os.replace(partial, self._place)
+
+
+def read_metrics(filesystem: Any, place: str, last: int | None = None) -> list[dict[str, Any]]:
+    """The records of steps 1 .. last (None: all); a line that was cut short by a kill ends the reading."""
+    try:
+        lines = filesystem.cat_file(place).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+    records: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if last is not None and record["step"] > last:
+            break
+        records.append(record)
+    return records

@@ -1,0 +1,65 @@
+"""The result of a training run: one consolidated Hugging Face folder, proven to load, that appears by rename."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.backbone import Backbone, load_backbone, save_backbone
+from model.errors import JobError
+
+FOLDER = "model"
+
+
+def publish_model(backbone: Backbone, weights: Mapping[str, Tensor], output: str, guard: Callable[[], None]) -> None:
+    """Write `<output>/model` from whole weights by name, load it again and compare, then give it its name.
+
+    guard: called before the name is given. Raises JobError where what was written does not load as what was trained.
+    """
+    filesystem, root = url_to_fs(output)
+    place = f"{root.rstrip('/')}/{FOLDER}"
+    if "file" in filesystem.protocol:
+        partial = Path(place).with_name(f".{FOLDER}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            _write(backbone, weights, partial)
+            guard()
+            shutil.rmtree(place, ignore_errors=True)
+            partial.rename(place)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return
+    with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
+        _write(backbone, weights, Path(scratch, FOLDER))
+        guard()
+        filesystem.put(f"{scratch}/{FOLDER}", place, recursive=True)
+
+
+def _write(backbone: Backbone, weights: Mapping[str, Tensor], folder: Path) -> None:
+    save_backbone(replace(backbone, model=rebuild(backbone.model, weights)), folder)
+    loaded = dict(load_backbone(folder, dtype=next(iter(weights.values())).dtype).model.named_parameters())
+    different = [name for name, tensor in weights.items() if name not in loaded or not loaded[name].equal(tensor)]
+    if different:
+        raise JobError(f"The model written to {folder} does not load as it was trained ({different[0]} differs).")
+
+
+def rebuild(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """A model of the same class and config that owns exactly these weights; its buffers are only fit for saving."""
+    with torch.device("meta"):
+        fresh = type(model)(model.config)
+    fresh.load_state_dict(dict(weights), strict=False, assign=True)
+    fresh.tie_weights()
+    empty = [name for name, parameter in fresh.named_parameters() if parameter.is_meta]
+    if empty:
+        raise JobError(f"The trained model has no weights for {empty[0]}.")
+    fresh.generation_config = model.generation_config
+    return fresh

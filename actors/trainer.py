@@ -1,0 +1,304 @@
+"""What a Ray Train worker does: ZeRO-3 steps over packed rows, a metrics line each, checkpoints, the final model.
+
+A step's rows, their corruption, the learning rate and every random draw follow from (seed, step) by arithmetic, so a
+checkpoint holds weights and optimizer state only, and a resumed run repeats the uninterrupted one bit for bit on the
+same number of workers. The loss of a step is the sum of cross-entropy over the global batch divided by its supervised
+tokens; DeepSpeed averages over ranks and accumulation, so each micro-batch's sum is scaled by
+ranks * micro-steps / supervised tokens of the global batch, which all ranks agree on before the first backward.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from actors.board import Failure
+from actors.checkpoints import CheckpointStore, Commit
+from actors.ranks import Ranks, halves, whole
+from actors.rows import PackedRows, RowOrder, Sample, share
+from actors.run_files import Fence, MetricsLog, StepRecord
+from actors.train_settings import TrainSettings
+from actors.trained_model import publish_model
+from actors.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
+from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
+from model.corruption import IGNORED
+from model.errors import JobError, UserError
+from model.layout import TrainingBatch, combine_hashes
+from model.objective import Objective, TrainingModel, make_objective, to_device
+from model.sources import fetch_model
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Link:
+    """Rank 0's line to the board; the other ranks only report failures."""
+
+    def __init__(self, board: Any, rank: int) -> None:
+        self._board: Any = board
+        self._first = rank == 0
+
+    def enter(self, phase: str) -> None:
+        if self._first:
+            self._board.enter.remote(phase)
+
+    def publish(self, record: StepRecord) -> None:
+        if self._first:
+            self._board.publish.remote(asdict(record))
+
+    def fail(self, failure: Failure) -> None:
+        ray.get(self._board.fail.remote(failure))
+
+    def stop_requested(self) -> bool:
+        """Rank 0's answer; raises when the driver is gone. Other ranks say no and follow rank 0."""
+        return self._first and bool(ray.get(self._board.stop_requested.remote()))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward. tokens: of its documents, padding inside their last blocks included; real: False for a filler."""
+
+    batch: TrainingBatch
+    tokens: int
+    real: bool
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a global batch adds up to over all ranks."""
+
+    supervised_tokens: int
+    tokens: int
+    batch_hash: str
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """The function Ray Train runs on every worker. config: settings (TrainSettings), board (a Board actor), token."""
+    context = ray.train.get_context()
+    link = Link(config["board"], context.get_world_rank())
+    try:
+        ranks = Ranks.join(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
+        Trainer(config["settings"], ranks, link, config["token"]).run()
+    except (UserError, JobError) as error:
+        link.fail(Failure(isinstance(error, UserError), str(error)))
+        raise
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            link.fail(Failure(False, f"No space left in {config['settings'].output}: free some and run it again."))
+        raise
+
+
+class Trainer:
+    """One worker of a run. Every rank constructs it and calls run() once."""
+
+    def __init__(self, settings: TrainSettings, ranks: Ranks, link: Link, token: str) -> None:
+        self.settings, self.ranks, self.link = settings, ranks, link
+        if settings.device == "cpu":
+            torch.set_num_threads(settings.threads)
+        self.fence = Fence(settings.output, token)
+        self.store = CheckpointStore(settings.output, keep=settings.keep_checkpoints, guard=self.fence.check)
+        self.log = MetricsLog(settings.output, self.fence)
+        self.rows = PackedRows(settings.rows)
+        self.order = RowOrder(len(self.rows), settings.rows_per_step, settings.seed)
+        link.enter("loading the model")
+        torch.manual_seed(settings.seed)  # a new mask token's embedding is drawn
+        self.backbone = self._load()
+        self.objective = self._objective()
+        self.parameters = sum(p.numel() for p in self.backbone.model.parameters())
+        link.enter("starting DeepSpeed")
+        self.engine = start_engine(TrainingModel(self.backbone.model).train(), settings)
+        self.device = self.engine.device
+
+    def run(self) -> None:
+        """Train from the newest checkpoint to the last step, or until asked to stop; then write the model."""
+        saved = self._resume()
+        self.link.enter("training")
+        for step in range(saved, self.settings.steps):
+            record = self._step(step)
+            done = step if record is None else step + 1
+            if done > saved and self._saves_after(done, stopped=record is None):
+                self._save(done)
+                saved = done
+            if record is None:
+                self.link.enter("stopped")
+                return
+        self._finish()
+
+    # Beginning ------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Backbone:
+        """The base model with a mask token; a model for the control goes without the block-diffusion entry."""
+        settings = self.settings
+        folder = _fetch_once(settings.model, self.ranks)
+        backbone = load_backbone(folder, dtype=DTYPES[settings.dtype])
+        rows = self.rows.format
+        adapted = make_block_diffusion(backbone, block_size=rows.block_size, trained_context_length=rows.context_length)
+        _check_mask_token(adapted, rows.mask_token_id, settings.rows)
+        if settings.activation_checkpointing:
+            adapted.model.gradient_checkpointing_enable()
+        return adapted if settings.objective == "block_diffusion" else replace(adapted, block_diffusion=None)
+
+    def _objective(self) -> Objective:
+        rows = self.rows.format
+        return make_objective(
+            self.settings.objective,
+            block_size=rows.block_size,
+            mask_token_id=rows.mask_token_id,
+            seed=self.settings.seed,
+            layers=self.backbone.layers,
+            document_mask=self.settings.document_mask,
+        )
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; the number of steps it stands for."""
+        commit = self.store.newest(identity=self.settings.identity, workers=self.ranks.world)
+        done = commit.step if commit else 0
+        if self.ranks.first:
+            self.store.clear_partial()
+            self.log.cut(done)
+        if commit:
+            self._load_checkpoint(commit)
+        self.ranks.barrier()
+        return done
+
+    def _load_checkpoint(self, commit: Commit) -> None:
+        self.link.enter(f"loading the checkpoint of step {commit.step}")
+        with self.store.opened(commit) as folder:
+            load_shards(self.engine, folder)
+            self.ranks.barrier()
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> StepRecord | None:
+        """Run a 0-based step; None when asked to stop before it was done (its gradients are dropped)."""
+        begun = time.perf_counter()
+        micro = self._micro_batches(step)
+        totals = self._totals(micro)
+        rate = self.settings.learning_rate_at(step)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        scale = self.ranks.world * len(micro) / max(totals.supervised_tokens, 1)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, one in enumerate(micro):
+            if self.ranks.any(self.link.stop_requested()):
+                return None
+            torch.manual_seed(_seed_of(self.settings.seed, step, self.ranks.rank, index))
+            part = self.engine(to_device(one.batch, self.device))
+            self.engine.backward(part * scale)
+            self.engine.step()
+            loss += part.detach()
+        mean = self.ranks.total_float(float(loss)) / max(totals.supervised_tokens, 1)
+        self._check_finite(mean, step)
+        return self._record(step, mean, totals, rate, time.perf_counter() - begun)
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        shares = share(self.order.samples(step), self.ranks.rank, self.ranks.world, self.settings.micro_rows)
+        return [self._micro_batch(samples) for samples in shares]
+
+    def _micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """Rows as a batch; without any, a row whose labels are wiped: every rank must run every collective."""
+        rows = self.rows.rows([sample.row for sample in samples] or [0])
+        if not samples:
+            rows = replace(rows, labels=torch.full_like(rows.labels, IGNORED))
+        batch = self.objective.batch(
+            rows, [sample.row for sample in samples] or [0], [sample.epoch for sample in samples] or [0]
+        )
+        return MicroBatch(batch, int((rows.document_ids >= 0).sum()), bool(samples))
+
+    def _totals(self, micro: Sequence[MicroBatch]) -> Totals:
+        real = [one for one in micro if one.real]
+        supervised, tokens, high, low = self.ranks.total(
+            [
+                sum(one.batch.supervised_tokens for one in real),
+                sum(one.tokens for one in real),
+                *halves(combine_hashes(one.batch.batch_hash for one in real)),
+            ]
+        )
+        return Totals(supervised, tokens, whole(high, low))
+
+    def _check_finite(self, loss: float, step: int) -> None:
+        """Raises JobError naming the rows whose step gave no number."""
+        if not math.isfinite(loss):
+            rows = ", ".join(str(sample.row) for sample in self.order.samples(step)[:8])
+            raise JobError(
+                f"The loss of step {step + 1} is {loss} (rows {rows}, ...): lower --train.learning_rate, or look at "
+                f"these rows of {self.settings.rows}; the checkpoints before it are kept."
+            )
+
+    def _record(self, step: int, loss: float, totals: Totals, rate: float, seconds: float) -> StepRecord:
+        record = StepRecord(
+            step=step + 1,
+            loss=loss,
+            supervised_tokens=totals.supervised_tokens,
+            batch_hash=totals.batch_hash,
+            learning_rate=rate,
+            grad_norm=float(self.engine.get_global_grad_norm()),
+            tokens_per_second=totals.tokens / seconds,
+        )
+        if self.ranks.first:
+            self.log.append(record)
+        self.link.publish(record)
+        return record
+
+    # Keeping --------------------------------------------------------------------------------------------------------
+
+    def _saves_after(self, done: int, *, stopped: bool) -> bool:
+        return stopped or done % self.settings.checkpoint_every == 0 or done == self.settings.steps
+
+    def _save(self, done: int) -> None:
+        """Commit the state after `done` steps, with the metrics up to there."""
+        self.link.enter(f"saving the checkpoint of step {done}")
+        if self.ranks.first:
+            self.log.publish()
+        self.store.save(
+            done,
+            self.settings.identity,
+            self.ranks,
+            lambda folder: save_shards(self.engine, folder),
+            checkpoint_bytes(self.parameters),
+        )
+        self.link.enter("training")
+
+    def _finish(self) -> None:
+        self.link.enter("writing the model")
+        weights = gather_weights(self.backbone.model, self.ranks)
+        if self.ranks.first:
+            self.log.publish()
+            publish_model(self.backbone, weights, self.settings.output, self.fence.check)
+        self.ranks.barrier()
+        self.link.enter("done")
+
+
+def _fetch_once(source: str, ranks: Ranks) -> Path:
+    """The model's local folder; one rank of a node fetches it, the others find it there."""
+    if ranks.local_rank == 0:
+        fetch_model(source)
+    ranks.barrier()
+    return fetch_model(source)
+
+
+def _check_mask_token(backbone: Backbone, mask_token_id: int, rows: str) -> None:
+    """Raises UserError where the rows are padded with another token than the model's mask."""
+    known = backbone.block_diffusion
+    if known is not None and known.mask_token_id != mask_token_id:
+        raise UserError(
+            f"The rows in {rows} are padded with token {mask_token_id} and {backbone.name} has the mask token "
+            f"{known.mask_token_id}: prepare them with --model {backbone.name}."
+        )
+
+
+def _seed_of(seed: int, step: int, rank: int, index: int) -> int:
+    """For layers that draw at random (dropout): a seed that a resumed run meets again."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+

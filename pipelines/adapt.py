@@ -1,0 +1,269 @@
+"""Chats or packed rows in, a block-diffusion model out: the training job.
+
+    python pipelines/adapt.py                                    # the demo's model and tasks, then an assessment
+    python pipelines/adapt.py --model MODEL --data chats.jsonl --output adapted
+    python pipelines/adapt.py --model MODEL --data rows --objective next_token --output control
+
+Raw chats are packed first (pipelines/prepare.py). Training runs on Ray Train with DeepSpeed ZeRO-3: gloo on CPUs, NCCL
+on GPUs. The same command run again goes on from the newest checkpoint, with the losses it would have had. The output
+folder:
+
+    rows/                 the packed rows, where --data was chats or absent
+    checkpoints/step_N/   the newest checkpoints, each with its COMMIT.json
+    metrics.jsonl         a line a step: loss, supervised tokens, batch hash, learning rate, gradient norm, tokens/s
+    loss.png              the curve
+    model/                the adapted model, an ordinary Hugging Face folder
+    manifest.json         configuration, input hashes, versions, figures
+    assess/               with --assess true: the report of pipelines/assess.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from fsspec.core import url_to_fs
+from pydantic import Field
+
+from actors.checkpoints import CheckpointStore
+from actors.rows import PackedRows, holds_rows
+from actors.run_files import METRICS, read_metrics
+from actors.train_settings import TrainSettings, deepspeed_settings
+from model.backbone import revision_of
+from model.demo_base import demo_base_model
+from model.errors import UserError
+from model.sources import fetch_model
+from pipelines import assess, prepare
+from pipelines.jobkit import (
+    NOT_IDENTITY,
+    ClusterConfig,
+    JobConfig,
+    OutputFolder,
+    PackConfig,
+    ReadConfig,
+    Section,
+    connect_ray,
+    hash_inputs,
+    main,
+)
+from pipelines.jobkit.identity import hash_of, identity_of
+from pipelines.prepare import PrepareConfig, TasksConfig
+from pipelines.training.curve import draw_loss
+from pipelines.training.launch import train
+from pipelines.training.resources import Placement, cluster_expected, cluster_here, place_workers, wait_for_workers
+from pipelines.training.section import TrainSection
+
+ROWS = "rows"
+ASSESS = "assess"
+LAST_SHARE = 0.1  # of the steps, whose mean loss is the run's last loss
+
+
+class AssessSection(Section):
+    """What --assess true measures."""
+
+    tasks: int | None = Field(
+        None, ge=1, description="held-out tasks to answer; null: the default of assess", json_schema_extra=NOT_IDENTITY
+    )
+    held_out_tasks: int = Field(
+        200, ge=0, description="held-out tasks for the held-out loss; 0 leaves it out", json_schema_extra=NOT_IDENTITY
+    )
+    max_tokens: int = Field(128, ge=1, description="longest answer in tokens", json_schema_extra=NOT_IDENTITY)
+
+
+class AdaptConfig(JobConfig):
+    """Adapt an autoregressive model to write blocks of tokens in parallel (or train the next-token control)."""
+
+    data: tuple[str, ...] = Field(
+        (), description="chats, as prepare reads them, or one folder of packed rows; none: the project's own tasks"
+    )
+    objective: Literal["block_diffusion", "next_token"] = Field(
+        "block_diffusion", description="what is minimised; next_token is the control on the same rows"
+    )
+    assess: bool | None = Field(
+        None,
+        description="assess base and result afterwards; null: only when the job is started without arguments",
+        json_schema_extra=NOT_IDENTITY,
+    )
+    assessment: AssessSection = AssessSection()
+    read: ReadConfig = ReadConfig()
+    pack: PackConfig = PackConfig(block_size=32, context_length=512)
+    tasks: TasksConfig = TasksConfig()
+    train: TrainSection = TrainSection()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+def run(config: AdaptConfig) -> dict[str, Any]:
+    """Prepare, train and, if asked, assess; returns the training's figures."""
+    assert config.output is not None, "jobkit settles the output"
+    base = config.model or str(demo_base_model())
+    inputs = {"the base model": revision_of(fetch_model(base))}
+    if _is_rows(config.data):
+        inputs |= hash_inputs(PackedRows(config.data[0]).inputs)
+    with OutputFolder(config.output, job="adapt", config=config, inputs=inputs) as output:
+        if output.finished is None:
+            output.finish(_adapt(config, base, output))
+        else:
+            print(f"{output.uri('model')} is finished: nothing to train.")
+        assert output.finished is not None
+        figures: dict[str, Any] = output.finished["figures"]
+    if config.assess:
+        assess.run(_assess_config(config, base))
+    return figures
+
+
+def run_chain(config: AdaptConfig) -> dict[str, Any]:
+    """Started without arguments: the whole chain, with the assessment unless BLOCKCAST_CONFIG says no."""
+    return run(config.model_copy(update={"assess": config.assess is not False}))
+
+
+def plan(config: AdaptConfig) -> dict[str, Any]:
+    """What --dry-run shows: the workers and DeepSpeed's settings. Starts nothing."""
+    cluster = cluster_expected()
+    if cluster is None:
+        return {"workers": config.train.workers, "device": config.train.device, "decided": "on the cluster"}
+    placement = place_workers(config.train, cluster)
+    settings = _settings(config, config.model or "the demo's base model", ROWS, "", placement)
+    return {
+        "workers": placement.text,
+        "device": placement.device,
+        "threads": placement.threads,
+        "rows_per_step": settings.rows_per_step,
+        "micro_steps_per_worker": settings.micro_steps,
+        "row_tokens_per_step": settings.rows_per_step * config.pack.context_length,
+        "deepspeed": deepspeed_settings(settings),
+    }
+
+
+def _is_rows(data: Sequence[str]) -> bool:
+    """Whether --data is packed rows. Raises UserError where rows stand among other things."""
+    folders = [source for source in data if "*" not in source and _is_row_folder(source)]
+    if folders and len(data) > 1:
+        raise UserError(f"--data {folders[0]} holds packed rows: give it alone, or the chats they were made from.")
+    return bool(folders)
+
+
+def _is_row_folder(source: str) -> bool:
+    if "://" not in source and not os.path.isdir(source):
+        return False
+    return holds_rows(source)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def _adapt(config: AdaptConfig, base: str, output: OutputFolder) -> dict[str, Any]:
+    """Rows, training, curve; the figures of the manifest."""
+    connect_ray()
+    rows = config.data[0] if _is_rows(config.data) else _prepared(config, base, output)
+    packed = PackedRows(rows)
+    _check_pack(config, packed)
+    if not output.has("model"):
+        placement = place_workers(config.train, cluster_here())
+        settings = _settings(config, base, rows, hash_of([identity_of(config), output.inputs]), placement)
+        _check_checkpoint(settings)
+        print(f"adapt: {len(packed):,} rows of {packed.format.context_length:,} tokens, {placement.text}", flush=True)
+        places = (("--output", str(config.output)), ("--data", rows), ("--model", base))
+        wait_for_workers(placement, config.cluster.wait_s, places)
+        _mind_the_poll()
+        train(settings, placement, output, config.train.max_failures)
+    return _figures(config, output, len(packed))
+
+
+def _prepared(config: AdaptConfig, base: str, output: OutputFolder) -> str:
+    """Pack the chats into `<output>/rows`; nothing is done again that is there."""
+    rows = output.uri(ROWS)
+    prepare.run(
+        PrepareConfig(
+            model=base,
+            data=config.data,
+            output=rows,
+            seed=config.seed,
+            read=config.read,
+            pack=config.pack,
+            tasks=config.tasks,
+        )
+    )
+    return rows
+
+
+def _check_pack(config: AdaptConfig, packed: PackedRows) -> None:
+    """Raises UserError where rows given as --data were packed otherwise than --pack.* asks for."""
+    default = AdaptConfig.model_fields["pack"].default
+    for name, asked in config.pack.model_dump().items():
+        found = dataclasses.asdict(packed.format)[name]
+        if asked not in (found, dict(default)[name]):
+            raise UserError(f"The rows in {packed.folder} have {name} {found}, not {asked}: leave --pack.{name} out.")
+
+
+def _settings(config: AdaptConfig, base: str, rows: str, identity: str, placement: Placement) -> TrainSettings:
+    own = config.train.model_dump(exclude={"workers", "device", "cpus_per_worker", "max_failures"})
+    return TrainSettings(
+        model=base,
+        rows=rows,
+        output=str(config.output),
+        identity=identity,
+        objective=config.objective,
+        seed=config.seed,
+        device=placement.device,
+        workers=placement.workers,
+        threads=placement.threads,
+        **own,
+    )
+
+
+def _check_checkpoint(settings: TrainSettings) -> None:
+    """Refuse what the workers would refuse, before they are started."""
+    store = CheckpointStore(settings.output, keep=settings.keep_checkpoints)
+    store.newest(identity=settings.identity, workers=settings.workers)
+
+
+def _mind_the_poll() -> None:
+    """Ray Train looks after its workers every 2 s, and that is how late it sees an end; a local Ray can look often."""
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+
+
+def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, Any]:
+    """Draw the curve and sum the run up."""
+    filesystem, root = url_to_fs(str(config.output))
+    records = read_metrics(filesystem, f"{root.rstrip('/')}/{METRICS}")
+    with output.stage("loss.png") as path:
+        draw_loss(records, f"{config.objective}, {config.train.steps} steps", path)
+    losses = [record["loss"] for record in records]
+    last = max(1, round(len(losses) * LAST_SHARE))
+    return {
+        "steps": len(records),
+        "rows": rows,
+        "epochs": round(len(records) * config.train.rows_per_step / rows, 3),
+        "supervised_tokens": sum(record["supervised_tokens"] for record in records),
+        "first_loss": losses[0],
+        "last_loss": float(np.mean(losses[-last:])),
+        "tokens_per_second": float(np.median([record["tokens_per_second"] for record in records])),
+    }
+
+
+# Assessment -----------------------------------------------------------------------------------------------------------
+
+
+def _assess_config(config: AdaptConfig, base: str) -> assess.AssessConfig:
+    model = f"{str(config.output).rstrip('/')}/model"
+    return assess.AssessConfig(
+        model=model,
+        base=base,
+        output=f"{str(config.output).rstrip('/')}/{ASSESS}",
+        seed=config.seed,
+        max_tokens=config.assessment.max_tokens,
+        tasks=assess.TasksSection(count=config.assessment.tasks, seed=config.tasks.seed),
+        held_out=assess.HeldOutSection(
+            tasks=config.assessment.held_out_tasks, context_length=config.pack.context_length
+        ),
+        decode=assess.DecodeSection(dtype=config.train.dtype),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main("adapt", AdaptConfig, run if len(sys.argv) > 1 else run_chain, plan))

@@ -1,0 +1,181 @@
+"""One training run from the driver's side: start Ray Train, show what happens, try again after lost workers, stop.
+
+`fit()` runs in a thread, so that SIGINT and SIGTERM reach the main thread, which asks the workers to save and waits for
+them. Ray's own retries are off: a failure that one sentence explains must end the job, a lost worker must not, and
+Ray counts both alike. What was committed decides whether a failure was progress.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow.fs
+import ray
+from fsspec.core import url_to_fs
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from actors.board import Board, Failure, News
+from actors.checkpoints import CheckpointStore
+from actors.run_files import Fence
+from actors.train_settings import TrainSettings
+from actors.trainer import train_worker
+from model.errors import JobError, UserError
+from pipelines.jobkit import OutputFolder, Progress
+from pipelines.training.resources import Placement
+
+LOOK_EVERY_S = 0.25
+STOP_GRACE_S = 120.0
+COLLECTIVE_TIMEOUT_S = 1800
+SCRATCH = ".ray_train"
+HIDDEN = ("HF_TOKEN",)
+
+
+def train(settings: TrainSettings, placement: Placement, output: OutputFolder, max_failures: int) -> None:
+    """Run until `<output>/model` is there. Raises UserError and JobError as the workers found them."""
+    store = CheckpointStore(settings.output, keep=settings.keep_checkpoints)
+    before, failures = _newest(store), 0
+    while True:
+        error = _attempt(settings, placement, output, already=before)
+        if error is None:
+            return
+        now = _newest(store)
+        failures = 1 if now > before else failures + 1
+        before = now
+        print(f"adapt: the workers failed after step {now}:\n{error}", file=sys.stderr, flush=True)
+        if failures > max_failures:
+            raise JobError(
+                f"Training failed {failures} times in a row after step {now}, see above; "
+                "the same command goes on from there."
+            )
+        print(f"adapt: starting them again ({failures} of {max_failures})", file=sys.stderr, flush=True)
+
+
+def _newest(store: CheckpointStore) -> int:
+    return max((commit.step for commit in store.committed()), default=0)
+
+
+def _attempt(settings: TrainSettings, placement: Placement, output: OutputFolder, already: int) -> Exception | None:
+    """One fit. None: done. An exception: the workers were lost, another attempt may do."""
+    output.check()
+    hidden = {name: os.environ[name] for name in HIDDEN if name in os.environ}
+    board: Any = ray.remote(num_cpus=0)(Board).remote(hidden)
+    with _fence(settings.output) as token, _scratch(settings.output):
+        fit = Fit(settings, placement, board, token)
+        fit.start()
+        try:
+            _follow(fit, board, settings.steps, already)
+        except KeyboardInterrupt:
+            _stop(fit, board)
+            raise
+        finally:
+            failure: Failure | None = ray.get(board.failure.remote())
+            ray.kill(board)
+    if failure is not None:
+        raise (UserError if failure.user_error else JobError)(failure.message)
+    return fit.error
+
+
+class Fit(threading.Thread):
+    """trainer.fit() in a thread; `error` is what it raised, None when it returned."""
+
+    def __init__(self, settings: TrainSettings, placement: Placement, board: Any, token: str) -> None:
+        super().__init__(name="fit", daemon=True)
+        self.error: Exception | None = None
+        filesystem, root = url_to_fs(settings.output)
+        local = "file" in filesystem.protocol
+        self._trainer = TorchTrainer(
+            train_worker,
+            train_loop_config={"settings": settings, "board": board, "token": token},
+            torch_config=TorchConfig(
+                backend="nccl" if placement.device == "cuda" else "gloo", timeout_s=COLLECTIVE_TIMEOUT_S
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=placement.workers,
+                use_gpu=placement.device == "cuda",
+                resources_per_worker=placement.bundle,
+            ),
+            run_config=RunConfig(  # type: ignore[call-arg]  # Ray's types show the class of Train's first version
+                name=token,
+                storage_path=f"{root}/{SCRATCH}",
+                storage_filesystem=None if local else pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem)),
+                failure_config=FailureConfig(max_failures=0),
+                logging_config=LoggingConfig(log_level="CRITICAL"),
+            ),
+        )
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except Exception as error:  # whatever ended the workers: the caller decides whether to try again
+            self.error = error
+
+
+@contextmanager
+def _fence(output: str) -> Iterator[str]:
+    """A token of this attempt, which the workers check before they publish anything."""
+    token = uuid.uuid4().hex[:12]
+    fence = Fence(output, token)
+    fence.raise_up()
+    try:
+        yield token
+    finally:
+        fence.take_down()
+
+
+@contextmanager
+def _scratch(output: str) -> Iterator[None]:
+    """Ray Train wants a folder of its own; nothing in it outlives the attempt."""
+    filesystem, root = url_to_fs(output)
+    place = f"{root.rstrip('/')}/{SCRATCH}"
+    filesystem.makedirs(place, exist_ok=True)
+    try:
+        yield
+    finally:
+        if filesystem.exists(place):
+            filesystem.rm(place, recursive=True)
+
+
+# Watching -------------------------------------------------------------------------------------------------------------
+
+
+def _follow(fit: Fit, board: Any, steps: int, already: int) -> None:
+    """Show phases and steps until the fit has ended."""
+    phase = ""
+    while fit.is_alive() and phase != "training":
+        phase = _show_phase(phase, ray.get(board.news.remote()))
+        fit.join(LOOK_EVERY_S)
+    with Progress("adapt", total=steps, unit="steps", already=already) as progress:
+        while fit.is_alive():
+            fit.join(LOOK_EVERY_S)
+            news: News = ray.get(board.news.remote())
+            _show_step(progress, news)
+            phase = _show_phase(phase, news) if news.phase != "training" else news.phase
+
+
+def _show_phase(before: str, news: News) -> str:
+    if news.phase != before and news.phase not in ("training", "done"):
+        print(f"adapt: {news.phase}", file=sys.stderr, flush=True)
+    return news.phase
+
+
+def _show_step(progress: Progress, news: News) -> None:
+    record = news.record
+    if record is not None and record["step"] > progress.completed:
+        progress.update(record["step"], loss=record["loss"], **{"tokens/s": record["tokens_per_second"]})
+
+
+def _stop(fit: Fit, board: Any) -> None:
+    """Let the workers save what they have; a second signal ends the wait."""
+    print("adapt: stopping; the workers save a checkpoint first", file=sys.stderr, flush=True)
+    ray.get(board.request_stop.remote())
+    deadline = time.monotonic() + STOP_GRACE_S
+    while fit.is_alive() and time.monotonic() < deadline:
+        fit.join(LOOK_EVERY_S)

@@ -29,7 +29,7 @@ def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
     _knock(address)
     ours: dict[str, Any] = {"include_dashboard": False, "object_store_memory": object_store_bytes}
     try:
-        quiet = {"logging_level": logging.WARNING, "log_to_driver": False}
+        quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
         ray.init(address=address, **quiet, **(ours if address == "local" else {}))
     except ConnectionError as error:
         raise _no_answer(address, str(error).strip().splitlines()[0]) from None

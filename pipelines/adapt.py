@@ -85,7 +85,7 @@ class AdaptConfig(JobConfig):
     )
     assess: bool | None = Field(
         None,
-        description="assess base and result afterwards; null: only when the job is started without arguments",
+        description="assess base and result afterwards; null: where --data or every argument is absent",
         json_schema_extra=NOT_IDENTITY,
     )
     assessment: AssessSection = AssessSection()
@@ -110,7 +110,7 @@ def run(config: AdaptConfig) -> dict[str, Any]:
             print(f"{output.uri('model')} is finished: nothing to train.")
         assert output.finished is not None
         figures: dict[str, Any] = output.finished["figures"]
-    if config.assess:
+    if config.assess or (config.assess is None and not config.data):
         assess.run(_assess_config(config, base))
     return figures
 

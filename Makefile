@@ -31,6 +31,9 @@ demo: setup
 serve: setup
 	$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port "$(PORT)" $(ARGS)
 
+serve: setup
+	@$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port $(PORT) $(ARGS)
+
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -205,7 +205,7 @@ def hidden(place: str, ending: str) -> str:
 
 def _open_target(target: str) -> tuple[Any, str]:
     try:
-        filesystem, root = url_to_fs(target)
+        filesystem, root = url_to_fs(target, use_listings_cache=False)
     except (ValueError, ImportError) as error:
         raise UserError(f"--output {target} cannot be opened: {error}.") from None
     return filesystem, root
@@ -264,16 +264,34 @@ class OutputFolder(Output):
             staged = Path(scratch) / Path(name).name
             yield staged
             self.check()
-            self._upload(staged, partial, self.place(name))
+            upload(self.filesystem, staged, partial)
+            self._remove(self.place(name))
+            move(self.filesystem, partial, self.place(name))
 
     def _remove(self, place: str) -> None:
         if self.filesystem.exists(place):
             self.filesystem.rm(place, recursive=True)
 
-    def _upload(self, staged: Path, partial: str, place: str) -> None:
-        self.filesystem.put(str(staged), partial, recursive=staged.is_dir())
-        self._remove(place)
-        self.filesystem.mv(partial, place, recursive=True)
+
+def upload(filesystem: Any, source: Path, place: str) -> None:
+    """Put a local file, or every file of a local folder, at a place of a remote filesystem that holds nothing yet."""
+    for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
+        target = place if file == source else f"{place}/{file.relative_to(source).as_posix()}"
+        if file.is_file():
+            filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            filesystem.put_file(str(file), target)
+
+
+def move(filesystem: Any, source: str, place: str) -> None:
+    """Copy a remote file, or every file below a folder, then remove the source: object stores know no rename.
+
+    File by file, because a recursive `mv` of fsspec also copies the folders that an object store only seems to have.
+    """
+    for file in filesystem.find(source):
+        target = place + file[len(source) :]
+        filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+        filesystem.cp_file(file, target)
+    filesystem.rm(source, recursive=True)
 
 
 @contextlib.contextmanager
@@ -341,4 +359,4 @@ class OutputFile(Output):
         if self.local:
             os.replace(self.partial, self._root)
         else:
-            self.filesystem.mv(self.partial, self._root)
+            move(self.filesystem, self.partial, self._root)

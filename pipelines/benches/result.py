@@ -1,0 +1,129 @@
+"""A bench's result: the JSON of DESIGN "bench output", the table on the terminal, the Markdown of several of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from model.demo_base import NAME, demo_base_model
+from model.errors import UserError
+from pipelines.assessment.contenders import plain_name
+from pipelines.assessment.report import PLAIN_WIDTH, markdown_table
+from pipelines.jobkit import JobConfig, OutputFile
+from pipelines.jobkit.machine import describe_machine, machine_text
+
+
+class BenchConfig(JobConfig):
+    """What every bench has."""
+
+    rounds: int = Field(3, ge=1, description="measured rounds; the table shows their medians")
+
+
+@dataclass(frozen=True)
+class Result:
+    """machine: what describe_machine says. runs: measured rounds. note: what was measured, in a sentence or two."""
+
+    bench: str
+    machine: dict[str, Any]
+    runs: int
+    table: list[dict[str, Any]]
+    ratios: dict[str, float]
+    note: str
+    date: str = field(default_factory=lambda: date.today().isoformat())
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def machine(dtype: str) -> dict[str, Any]:
+    """This machine, for a Result."""
+    return describe_machine(dtype, device_name())
+
+
+def device_name() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_of(config: JobConfig) -> tuple[str, str]:
+    """(source, name for the table) of --model; absent, the demo's base model."""
+    if config.model is None:
+        return str(demo_base_model()), NAME
+    return config.model, plain_name(config.model)
+
+
+def publish(config: BenchConfig, output: OutputFile, result: Result) -> dict[str, Any]:
+    """Write the JSON and its manifest and print the table; returns the figures."""
+    content = result.to_dict()
+    output.publish((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    output.finish({"ratios": result.ratios})
+    print_result(content)
+    print(f"bench {result.bench}: {config.output}", flush=True)
+    return content
+
+
+# ------------------------------------------------------------------------------------------------- tables
+def cell_text(value: Any) -> str:
+    """A number to three or more significant digits, text as it is, nothing as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def _cells(content: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    columns = list(dict.fromkeys(name for line in content["table"] for name in line))
+    return columns, [[cell_text(line.get(name)) for name in columns] for line in content["table"]]
+
+
+def print_result(content: Mapping[str, Any]) -> None:
+    """Table and ratios on the terminal."""
+    columns, rows = _cells(content)
+    table = Table(title=f"bench {content['bench']}: {content['note']}", title_justify="left", box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console.print(table)
+    for name, ratio in content["ratios"].items():
+        console.print(f"  {name}: {ratio:.2f}", highlight=False)
+
+
+def markdown_of(contents: Sequence[Mapping[str, Any]]) -> str:
+    """The results as one Markdown page: a section a bench, with machine and date."""
+    parts = ["# Benches", "Ratios are measured in one run, in turns; figures are medians over the rounds."]
+    for content in contents:
+        ratios = [f"- {name}: **{ratio:.2f}**" for name, ratio in content["ratios"].items()]
+        columns, rows = _cells(content)
+        parts += [
+            f"## {content['bench']}",
+            f"{content['note']} {content['date']}, {content['runs']} rounds, {machine_text(content['machine'])}.",
+            markdown_table(columns, rows),
+            "\n".join(ratios),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A bench's JSON file. Raises UserError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not the JSON of a bench: {error}") from error
+    wanted = {"bench", "machine", "runs", "table", "ratios", "note", "date"}
+    if not isinstance(content, dict) or not wanted <= content.keys():
+        raise UserError(f"{path} is not the JSON of a bench: write it with `python pipelines/bench.py NAME --output`.")
+    return content

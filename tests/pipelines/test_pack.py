@@ -131,3 +131,9 @@ def test_a_document_that_fits_no_row_is_an_error(length):
 def test_parts_cover_all_rows():
     plan = Plan(np.zeros(0), np.zeros(0), 7)
     assert list(parts(plan, 3)) == [(0, 3), (3, 6), (6, 7)]
+
+
+def test_a_document_goes_into_the_fullest_row_that_takes_it():
+    plan = plan_rows(np.array([6, 3, 7]) * 4, block_size=4, context_length=40, seed=0)
+    assert plan.row_count == 2
+    assert plan.rows[1] == plan.rows[2] != plan.rows[0]

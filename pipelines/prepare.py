@@ -29,6 +29,7 @@ from pydantic import Field
 
 from model.errors import UserError
 from pipelines.chats.documents import Counts, Reading, Summary, encoder_of, rejected_name
+from pipelines.chats.nodes import check_seen, several_nodes, wait_for_cpus
 from pipelines.chats.pack import parts, plan_rows
 from pipelines.chats.rows import RowFormat
 from pipelines.chats.sources import InputFile, cut, find_files
@@ -45,6 +46,7 @@ from pipelines.chats.stages import (
 from pipelines.chats.vocabulary import row_format
 from pipelines.jobkit import (
     NOT_IDENTITY,
+    ClusterConfig,
     JobConfig,
     OutputFolder,
     PackConfig,
@@ -82,6 +84,7 @@ class PrepareConfig(JobConfig):
     read: ReadConfig = ReadConfig()
     pack: PackConfig = PackConfig()
     tasks: TasksConfig = TasksConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,11 @@ def _prepare(config: PrepareConfig, output: OutputFolder, sources: list[Source])
     for note in notes:
         print(f"prepare: {note}", file=sys.stderr, flush=True)
     connect_ray()
+    wait_for_cpus(config.cluster.wait_s)
     tasks = _read_tasks(config, sources or _write_tasks(config.tasks, output))
+    if several_nodes():
+        inputs = sorted({("--data", task.shard.file.uri) for task in tasks})
+        check_seen([("--model", config.model or ""), *inputs, ("--output", output.uri())])
     summaries = _documents(config, output, tasks)
     _write_rejected(output, tasks, summaries)
     _check_rejected(config, output, tasks, summaries)

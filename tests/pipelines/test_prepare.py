@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from model.errors import JobError, UserError
 from pipelines import prepare as job
+from pipelines.chats.nodes import check_seen, wait_for_cpus
 from pipelines.jobkit import main
 from pipelines.prepare import PrepareConfig, plan, run
 from pipelines.tasks import generate
@@ -359,6 +361,20 @@ def test_the_plan_says_what_would_be_read_and_starts_nothing(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "source: files" in shown and f"bytes: {data.stat().st_size}" in shown
     assert not (tmp_path / "o").exists()
+
+
+def test_a_path_that_a_node_does_not_see_is_refused_by_name(local_ray, tmp_path):
+    check_seen([("--data", str(tmp_path)), ("--output", "s3://bucket/rows"), ("--model", "owner/name")])
+    with pytest.raises(UserError, match=r"--data /nowhere/x.jsonl is not seen by 1 of 1 nodes"):
+        check_seen([("--output", str(tmp_path)), ("--data", "/nowhere/x.jsonl")])
+
+
+def test_a_cluster_without_cpus_is_waited_for_and_then_given_up(local_ray, monkeypatch, capsys):
+    wait_for_cpus(0.0)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
+    with pytest.raises(JobError, match=r"No node with a CPU joined within 0\.1 s"):
+        wait_for_cpus(0.1)
+    assert "have 0 of 1" in capsys.readouterr().err
 
 
 # Real data ------------------------------------------------------------------------------------------------------------

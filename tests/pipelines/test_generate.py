@@ -16,8 +16,9 @@ import pytest
 from actors.answers import Answers
 from model.errors import JobError, UserError
 from pipelines.generate import GenerateConfig, run
+from pipelines.jobkit import OutputFile
 from pipelines.jobkit.cli import load_config, parse_arguments
-from pipelines.prompt_files import prompt_ids, read_prompts
+from pipelines.prompt_files import Journal, prompt_ids, read_prompts
 
 PROMPTS: list[dict[str, Any]] = [
     {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
@@ -161,6 +162,25 @@ def test_a_run_that_was_cut_off_goes_on_and_repeats_nothing(
     )
     assert answers(tiny_adapted_model, prompts, output) == first
     assert len(asked) == 3
+
+
+def test_a_torn_line_is_cut_off_before_the_journal_goes_on(tmp_path: Path) -> None:
+    output = OutputFile(str(tmp_path / "a.jsonl"), job="generate", config=GenerateConfig())
+    with Journal(output) as journal:
+        journal.add({"id": "b"})
+        journal.add({"id": "bad", "error": "no"})
+    with output.partial_path.open("a", encoding="utf-8") as partial:
+        partial.write('{"id": "c", "te')
+    with Journal(output) as journal:
+        assert list(journal.done) == ["b"]
+        journal.add({"id": "c"})
+        journal.add({"id": "bad"})
+    with Journal(output) as journal:
+        assert set(journal.done) == {"b", "c", "bad"} and not journal.errors
+        journal.add({"id": "a"})
+        journal.publish(["a", "bad", "c", "b"])
+    published = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["id"] for line in published] == ["a", "bad", "c", "b"]
 
 
 def test_another_file_of_prompts_or_another_threshold_is_refused_for_the_same_output(

@@ -226,7 +226,7 @@ def _mind_the_poll() -> None:
     """Ray Train looks after its workers every 2 s, and that is how late it sees an end; a local Ray can look often."""
     if not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less; nobody reclaims this machine
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody reclaims this machine
 
 
 def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,22 @@ HIDDEN = ("HF_TOKEN",)
 def train(settings: TrainSettings, placement: Placement, output: OutputFolder, max_failures: int) -> None:
     """Run until `<output>/model` is there. Raises UserError and JobError as the workers found them."""
     store = CheckpointStore(settings.output, keep=settings.keep_checkpoints)
-    before, failures = _newest(store), 0
-    while True:
-        error = _attempt(settings, placement, output, already=before)
-        if error is None:
-            return
-        now = _newest(store)
+
+    def newest() -> int:
+        return max((commit.step for commit in store.committed()), default=0)
+
+    persist(lambda: _attempt(settings, placement, output, already=newest()), newest, max_failures)
+
+
+def persist(attempt: Callable[[], Exception | None], newest: Callable[[], int], max_failures: int) -> None:
+    """Call attempt until it returns None; an exception it returns is tried again.
+
+    newest: the last committed step; failures are counted anew whenever it moves. Raises JobError after more than
+    max_failures in a row.
+    """
+    before, failures = newest(), 0
+    while (error := attempt()) is not None:
+        now = newest()
         failures = 1 if now > before else failures + 1
         before = now
         print(f"adapt: the workers failed after step {now}:\n{error}", file=sys.stderr, flush=True)
@@ -56,10 +66,6 @@ def train(settings: TrainSettings, placement: Placement, output: OutputFolder, m
                 "the same command goes on from there."
             )
         print(f"adapt: starting them again ({failures} of {max_failures})", file=sys.stderr, flush=True)
-
-
-def _newest(store: CheckpointStore) -> int:
-    return max((commit.step for commit in store.committed()), default=0)
 
 
 def _attempt(settings: TrainSettings, placement: Placement, output: OutputFolder, already: int) -> Exception | None:

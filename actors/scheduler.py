@@ -52,7 +52,7 @@ def plan_round(demands: Iterable[Demand], prefill_tokens: int) -> list[Grant]:
         prefilling = True
         if tokens:
             grants.append(Grant(demand.id, tokens))
-            left -= tokens
+            left = max(0, left - tokens)
     return grants
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch, ray or transformers are imported anywhere: two cores, no network, no authentication surprises.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,10 @@ import pytest
 import torch
 
 from tests.tiny import build_tiny_model
+
+if TYPE_CHECKING:
+    from model.backbone import Backbone
+    from tests.training_runs import TrainingRun
 
 PROJECT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 200_000_000
@@ -76,6 +81,14 @@ def tiny_adapted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sharp_backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    """A loaded tiny adapted Llama (block 8, sub-block 4) whose confidences are spread; for decoding tests."""
+    from tests.decoding import sharp_backbone
+
+    return sharp_backbone(tmp_path_factory.mktemp("models") / "sharp")
+
+
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """One Ray for the whole pytest process, two CPUs, no dashboard; jobs called in this process find it initialised."""
     import ray
@@ -86,6 +99,26 @@ def local_ray() -> Iterator[None]:
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.WARNING,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def training_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packed rows that tiny_model can learn from; see tests.training_runs."""
+    from tests.training_runs import write_training_rows
+
+    return write_training_rows(tmp_path_factory.mktemp("training") / "rows")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    local_ray: None, tiny_model: Path, training_rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TrainingRun:
+    """A whole training run on one worker with nothing in the way."""
+    from tests.training_runs import adapt, arguments
+
+    output = tmp_path_factory.mktemp("training") / "uninterrupted"
+    return adapt(arguments(tiny_model, training_rows, output), output)

@@ -22,6 +22,7 @@ from model.decoding.packing import Packed, Slots, Turn, pack
 from model.decoding.requests import GenerationRequest, check_request
 from model.decoding.row import Phase, Reveal, Row
 from model.errors import UserError
+from model.packed_linear import can_pack, pack_linears
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,19 @@ class Decoder:
     """The model, its cache and the round. Rows are admitted into a free slot and released; one thread at a time.
 
     rows: how many run at once. max_length: longest prompt and answer together, in tokens (at most the model's context).
-    ban_mask_token: whether blocks are decided without the mask token in the distribution; the published reference
-    leaves it in, which only parity tests want.
+    pack_weights: on CPU, multiply with packed copies of the linear layers, which replace the model's own in place (see
+    `model.packed_linear`). ban_mask_token: whether blocks are decided without the mask token in the distribution; the
+    published reference leaves it in, which only parity tests want.
     """
 
     def __init__(
-        self, backbone: Backbone, *, rows: int, max_length: int | None = None, ban_mask_token: bool = True
+        self,
+        backbone: Backbone,
+        *,
+        rows: int,
+        max_length: int | None = None,
+        pack_weights: bool = True,
+        ban_mask_token: bool = True,
     ) -> None:
         self.backbone = backbone
         self.max_length = max_length or backbone.context_length
@@ -51,6 +59,8 @@ class Decoder:
             bound = f"the context of {backbone.name}: at most {backbone.context_length}"
             raise UserError(f"max_length {max_length} exceeds {bound}.")
         model = backbone.model
+        if pack_weights and can_pack(model):
+            pack_linears(model)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.cache = BlockCache(rows, self.max_length, dtype=model.dtype, device=model.device)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None

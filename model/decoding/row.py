@@ -245,5 +245,7 @@ def _sizes(request: GenerationRequest, block_diffusion: BlockDiffusionConfig | N
 
 def _special_stops(stop_strings: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """A stop string that is a special token never shows in the text: it stops by id."""
-    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    if not stop_strings:
+        return frozenset()
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(special[stop] for stop in stop_strings if stop in special)

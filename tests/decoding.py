@@ -1,0 +1,143 @@
+"""Helpers of the decoding tests: a model with spread confidences, requests, and a decoder that is slow and obvious.
+
+`naive_decode` follows METHOD section 2 literally: no cache, one dense mask over the whole row, Python loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engine import Engine, EngineConfig, generate_all
+from model.backbone import Backbone, load_backbone
+from model.config import DecodeConfig
+from model.decoding import GenerationRequest, GenerationResult, SamplingParams
+from tests.oracles import logits_of
+from tests.tiny import build_tiny_model
+
+BLOCK, SUB_BLOCK, MASK = 8, 4, 3
+ENTRY = {"block_size": BLOCK, "mask_token_id": MASK, "sub_block_size": SUB_BLOCK}
+
+
+def sharp_backbone(folder: Path, dtype: torch.dtype = torch.float32) -> Backbone:
+    """A tiny Llama with wide weights, so that its confidences are spread: the median is about 0.35."""
+    build_tiny_model(folder, initializer_range=0.5, block_diffusion=ENTRY)
+    return load_backbone(folder, dtype=dtype)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random byte tokens of the tiny tokenizer."""
+    generator = torch.Generator().manual_seed(seed * 1000 + length)
+    return tuple(torch.randint(11, 267, (length,), generator=generator).tolist())
+
+
+def make_request(
+    name: str, prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (), **fields: Any
+) -> GenerationRequest:
+    """A request; DecodeConfig's and SamplingParams' fields by their names, threshold 0.4 unless given."""
+    decode = {k: fields.pop(k) for k in list(fields) if k in DecodeConfig.__dataclass_fields__}
+    sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__dataclass_fields__}
+    return GenerationRequest(
+        id=name,
+        prompt_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(**sampling),
+        decode=DecodeConfig(**{"threshold": 0.4, **decode}),
+        stop_token_ids=frozenset(stop),
+        **fields,
+    )
+
+
+def answer(backbone: Backbone, request: GenerationRequest, **config: Any) -> GenerationResult:
+    """The result of a request that is alone in a fresh engine."""
+    (result,) = generate_all(Engine(backbone, EngineConfig(**config)), [request])
+    return result
+
+
+def answers(backbone: Backbone, requests: Sequence[GenerationRequest], **config: Any) -> dict[str, tuple[int, ...]]:
+    """Token ids by request id, all in one engine."""
+    results = generate_all(Engine(backbone, EngineConfig(**config)), requests)
+    return {r.id: r.token_ids for r in results}
+
+
+def renamed(request: GenerationRequest, name: str) -> GenerationRequest:
+    return replace(request, id=name)
+
+
+# ------------------------------------------------------------------------------------------------- the oracle
+@dataclass
+class NaiveRow:
+    """Ids and an explicit masked array over the row, as far as it has been written."""
+
+    ids: list[int]
+    masked: list[bool]
+
+
+def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[int, ...], list[int]]:
+    """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache."""
+    prompt, decode = list(request.prompt_ids), request.decode
+    limit = len(prompt) + request.max_tokens
+    row = NaiveRow(list(prompt), [False] * len(prompt))
+    steps: list[int] = []
+    start = len(prompt) // BLOCK * BLOCK
+    while True:
+        while len(row.ids) < start + BLOCK:
+            row.ids.append(MASK)
+            row.masked.append(True)
+        if start and row.masked[start]:
+            row.ids[start], _ = _choice(_naive_logits(backbone, row.ids[:start], start)[-1])
+            row.masked[start] = False
+        taken = 0
+        while not _naive_end(request, row, len(prompt), limit) and any(row.masked[start:]):
+            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, decode)
+            taken += 1
+        if taken:
+            steps.append(taken)
+        if end := _naive_end(request, row, len(prompt), limit):
+            return tuple(row.ids[len(prompt) : end]), steps
+        start += BLOCK
+
+
+def _naive_step(backbone: Backbone, row: NaiveRow, start: int, sub_block: int, decode: DecodeConfig) -> None:
+    first = row.masked.index(True) // sub_block * sub_block
+    slots = [p for p in range(first, first + sub_block) if row.masked[p]]
+    logits = _naive_logits(backbone, row.ids, start)
+    choices = {p: _choice(logits[p - 1]) for p in slots}
+    if decode.policy == "sequential":
+        opened = slots[:1]
+    else:
+        best = max(slots, key=lambda p: (choices[p][1], -p))
+        opened = [p for p in slots if choices[p][1] > decode.threshold or p == best]
+    for p in opened:
+        row.ids[p], row.masked[p] = choices[p][0], False
+
+
+def _naive_end(request: GenerationRequest, row: NaiveRow, prompt: int, limit: int) -> int:
+    """Where the answer ends, 0 when it does not yet."""
+    for position in range(prompt, len(row.ids)):
+        if row.masked[position]:
+            return 0
+        if row.ids[position] in request.stop_token_ids or position + 1 == limit:
+            return position + 1
+    return 0
+
+
+def _naive_logits(backbone: Backbone, ids: list[int], start: int) -> Tensor:
+    """Logits [T, V] of a row: every block sees the blocks before it and itself."""
+    position = torch.arange(len(ids))
+    block = position // BLOCK
+    with torch.no_grad():
+        return logits_of(backbone.model, torch.tensor(ids), position, block[:, None] >= block[None])
+
+
+def _choice(logits: Tensor) -> tuple[int, float]:
+    """Most likely token and its probability, the mask token banned."""
+    logits = logits.clone()
+    logits[MASK] = -torch.inf
+    probability, token = logits.softmax(-1).max(-1)
+    return int(token), float(probability)

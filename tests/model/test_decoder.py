@@ -1,0 +1,461 @@
+"""Decoding, token for token: against a decoder without cache, against transformers, alone and in any company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PreTrainedConfig, Qwen2Config
+
+import model.decoding.packing as packing
+from actors.engine import Canvas, Engine, EngineConfig, Event, generate_all
+from model.backbone import Backbone, load_backbone
+from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
+from model.errors import UserError
+from tests.decoding import BLOCK, MASK, SUB_BLOCK, answer, answers, make_request, naive_decode, prompt_of, renamed
+from tests.tiny import VOCAB_SIZE, tiny_config, tiny_tokenizer
+
+EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK]
+
+
+# ------------------------------------------------------------------------------------------------- the oracle
+@pytest.fixture(scope="module")
+def exact_backbone(sharp_backbone: Backbone) -> Backbone:
+    return load_backbone(sharp_backbone.name, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "sequential"])
+@pytest.mark.parametrize("length", EDGES)
+def test_decoding_equals_the_decoder_without_a_cache(exact_backbone: Backbone, length: int, policy: str) -> None:
+    for max_tokens in (1, 2, BLOCK, 2 * BLOCK + 3):
+        request = make_request("r", prompt_of(length), max_tokens, policy=policy)
+        result = answer(exact_backbone, request)
+        expected, steps = naive_decode(exact_backbone, request)
+        assert result.token_ids == expected
+        assert result.steps_per_block == steps
+        assert result.finish_reason == "length" and result.completion_tokens == max_tokens
+
+
+def test_stops_end_a_block_early_and_equal_the_decoder_without_a_cache(exact_backbone: Backbone) -> None:
+    whole = answer(exact_backbone, make_request("r", prompt_of(11), 24))
+    for stop in sorted(set(whole.token_ids)):
+        request = make_request("r", prompt_of(11), 24, stop=[stop])
+        result = answer(exact_backbone, request)
+        expected, steps = naive_decode(exact_backbone, request)
+        assert result.token_ids == expected == whole.token_ids[: whole.token_ids.index(stop) + 1]
+        assert result.steps_per_block == steps
+        assert result.finish_reason == "stop"
+
+
+def test_a_prompt_may_hold_the_mask_token_and_the_stop_token(exact_backbone: Backbone) -> None:
+    stop = 20
+    for length in (3, BLOCK, BLOCK + 3, 2 * BLOCK):
+        prompt = list(prompt_of(length))
+        prompt[0], prompt[length // 2], prompt[-1] = MASK, stop, MASK
+        request = make_request("r", prompt, 13, stop=[stop])
+        row, result = decoded(exact_backbone, request)
+        assert result == naive_decode(exact_backbone, request)[0]
+        assert row.tokens[:length].tolist() == prompt
+        assert MASK not in result
+
+
+def test_a_last_block_that_would_not_fit_the_context_is_cut_short(exact_backbone: Backbone) -> None:
+    """Prompt and answer may fill a row whose length is no multiple of the block."""
+    result = answer(exact_backbone, make_request("r", prompt_of(9), 12), max_length=21)
+    assert result.completion_tokens == 12
+    roomy = answer(exact_backbone, make_request("r", prompt_of(9), 12))
+    assert result.token_ids[:7] == roomy.token_ids[:7], "blocks before the last are untouched"
+
+
+# ------------------------------------------------------------------------------------------------- exactness
+def mixed_requests() -> list[GenerationRequest]:
+    """Every kind of row at once: lengths around block edges, policies, AR, sampling, the sub-block cache."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"mode": "ar"},
+        {"policy": "sequential"},
+        {"policy": "static", "steps": 3},
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 1.2, "top_p": 0.7, "seed": 6},
+        {"mode": "ar", "temperature": 1.0, "top_k": 5, "seed": 7},
+        {"refresh": "sub_block"},
+        {"sub_block_size": 8},
+        {"sub_block_size": 1, "threshold": 0.2},
+    ]
+    lengths = [*EDGES, 40, 61]
+    return [
+        make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
+        for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(sharp_backbone: Backbone) -> dict[str, tuple[int, ...]]:
+    return {r.id: answer(sharp_backbone, r).token_ids for r in mixed_requests()}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_a_request_alone_equals_the_same_request_in_a_batch(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], rows: int
+) -> None:
+    assert answers(sharp_backbone, mixed_requests(), max_rows=rows) == alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_arrival_changes_no_answer(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], seed: int
+) -> None:
+    requests = mixed_requests()
+    random.Random(seed).shuffle(requests)
+    assert answers(sharp_backbone, requests, max_rows=4) == alone
+
+
+@pytest.mark.parametrize("wait", [1, 2, 5])
+def test_joining_a_running_batch_changes_no_answer(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], wait: int
+) -> None:
+    engine = Engine(sharp_backbone)
+    results: dict[str, tuple[int, ...]] = {}
+
+    def listen(event: Event) -> None:
+        if hasattr(event, "result"):
+            results[event.id] = event.result.token_ids
+
+    for request in mixed_requests():
+        engine.submit(request, listen)
+        for _ in range(wait):
+            engine.step()
+    engine.run_until_idle()
+    assert results == alone
+
+
+def test_neighbours_to_the_left_or_right_change_no_answer(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]]
+) -> None:
+    engine = Engine(sharp_backbone)
+    neighbour = make_request("neighbour", prompt_of(30, 99), 30)
+    for request in mixed_requests():
+        for pair in ([neighbour, request], [request, neighbour]):
+            given = {r.id: r.token_ids for r in generate_all(engine, pair)}
+            assert given[request.id] == alone[request.id]
+
+
+@pytest.mark.parametrize("round_to", [8, 64])
+def test_padding_changes_no_answer(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], round_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "ROUND_TO", round_to)
+    assert {r.id: answer(sharp_backbone, r).token_ids for r in mixed_requests()} == alone
+
+
+@pytest.mark.parametrize("budget", [1, BLOCK, 3 * BLOCK, 3 * BLOCK + 5])
+def test_chunked_prefill_changes_no_answer(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], budget: int
+) -> None:
+    assert answers(sharp_backbone, mixed_requests(), prefill_tokens=budget) == alone
+
+
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 6), budget=st.integers(1, 64))
+@settings(deadline=None, max_examples=5)
+def test_any_arrivals_rows_and_budgets_give_the_same_answers(
+    sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], seed: int, rows: int, budget: int
+) -> None:
+    chance = random.Random(seed)
+    requests = mixed_requests()
+    chance.shuffle(requests)
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=rows, prefill_tokens=budget))
+    results: dict[str, tuple[int, ...]] = {}
+
+    def listen(event: Event) -> None:
+        if hasattr(event, "result"):
+            results[event.id] = event.result.token_ids
+
+    for request in requests:
+        engine.submit(request, listen)
+        for _ in range(chance.randrange(4)):
+            engine.step()
+    engine.run_until_idle()
+    assert results == alone
+
+
+def test_a_smaller_budget_gives_the_beginning_of_the_same_answer(sharp_backbone: Backbone) -> None:
+    for kind in ({}, {"mode": "ar"}, {"temperature": 1.0, "seed": 3}):
+        requests = [make_request(str(budget), prompt_of(13), budget, **kind) for budget in range(1, 27)]
+        given = answers(sharp_backbone, requests, max_rows=26)
+        assert all(given[str(budget)] == given["26"][:budget] for budget in range(1, 27))
+
+
+# ------------------------------------------------------------------------------------------------- policies, options
+def test_sub_blocks_of_one_decode_left_to_right_whatever_the_policy(sharp_backbone: Backbone) -> None:
+    kinds: list[dict[str, Any]] = [{"policy": "sequential"}, {"policy": "threshold"}, {"policy": "static", "steps": 1}]
+    requests = [make_request(str(i), prompt_of(10), 25, sub_block_size=1, **k) for i, k in enumerate(kinds)]
+    assert len(set(answers(sharp_backbone, requests).values())) == 1
+
+
+def test_threshold_one_opens_one_slot_a_step_as_static_with_a_step_a_token_does(sharp_backbone: Backbone) -> None:
+    threshold = answer(sharp_backbone, make_request("r", prompt_of(10), 30, threshold=1.0))
+    static = answer(sharp_backbone, make_request("r", prompt_of(10), 30, policy="static", steps=BLOCK))
+    assert threshold.token_ids == static.token_ids
+    assert threshold.steps_per_block == static.steps_per_block == [6, 7, 7, 7]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
+def test_static_keeps_to_its_steps_a_block(sharp_backbone: Backbone, steps: int) -> None:
+    result = answer(sharp_backbone, make_request("r", prompt_of(16), 32, policy="static", steps=steps))
+    assert max(result.steps_per_block) <= max(steps, BLOCK // SUB_BLOCK)
+
+
+def test_the_first_token_of_a_block_costs_no_step(sharp_backbone: Backbone) -> None:
+    result = answer(sharp_backbone, make_request("r", prompt_of(2 * BLOCK), 2 * BLOCK + 1, threshold=1.0))
+    assert result.steps_per_block == [BLOCK - 1, BLOCK - 1]
+    assert result.forwards == {"prefill": 1, "denoise": 2 * (BLOCK - 1), "commit": 2}
+
+
+def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_first_slot(
+    sharp_backbone: Backbone,
+) -> None:
+    decoder = Decoder(sharp_backbone, rows=1)
+    row = decoder.admit(make_request("r", prompt_of(BLOCK), BLOCK, threshold=1.0, refresh="sub_block"))
+    decoder.step([Turn(row, row.prefill_left)])
+    queries = []
+    while row.phase is Phase.DENOISE:
+        start, end = row.query
+        queries.append((start - BLOCK, end - start))
+        decoder.step([Turn(row, end - start)])
+    assert [q for q in queries if q[1] == BLOCK] == [(0, BLOCK)] * 2, (
+        "at the block's and at the second sub-block's start"
+    )
+    assert [q for q in queries if q[1] != BLOCK] == [(0, 4)] * 2 + [(4, 4)] * 3
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+def test_a_seed_gives_the_same_answer_and_another_seed_another(sharp_backbone: Backbone) -> None:
+    for kind in ({}, {"mode": "ar"}):
+        a, b, c = (
+            answer(sharp_backbone, make_request("r", prompt_of(8), 24, temperature=1.0, seed=seed, **kind)).token_ids
+            for seed in (1, 1, 2)
+        )
+        assert a == b != c
+
+
+def test_the_first_token_of_a_block_is_sampled_like_any_other(sharp_backbone: Backbone) -> None:
+    first = {
+        answer(sharp_backbone, make_request("r", prompt_of(BLOCK), 1, temperature=2.0, seed=seed)).token_ids
+        for seed in range(12)
+    }
+    assert len(first) > 1
+
+
+def test_top_k_of_one_is_greedy(sharp_backbone: Backbone) -> None:
+    greedy = answer(sharp_backbone, make_request("r", prompt_of(8), 20))
+    cut = answer(sharp_backbone, make_request("r", prompt_of(8), 20, temperature=1.5, top_k=1, seed=9))
+    assert cut.token_ids == greedy.token_ids
+
+
+# ------------------------------------------------------------------------------------------------- AR mode
+def other_config(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
+    llama = tiny_config(initializer_range=0.5)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = ("num_key_value_heads", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
+    return kind(**{n: getattr(llama, n) for n in (*names, *more)}, **fields)
+
+
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": tiny_config(initializer_range=0.5),
+    "qwen2": other_config(Qwen2Config, tie_word_embeddings=False),
+    "mistral": other_config(MistralConfig, sliding_window=12, head_dim=16),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+def saved(folder: Path, config: PreTrainedConfig) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def generated(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """What transformers' `generate` writes, greedily, without stopping."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([list(prompt)])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_ar_mode_equals_generate_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path / name, ARCHITECTURES[name])
+    backbone = load_backbone(folder)
+    prompts = [prompt_of(n) for n in (1, 3, 8, 21, 50)]
+    requests = [make_request(str(i), p, 40, mode="ar") for i, p in enumerate(prompts)]
+    expected = {str(i): generated(folder, p, 40) for i, p in enumerate(prompts)}
+    assert answers(backbone, requests) == expected
+    assert answers(backbone, requests, prefill_tokens=7, max_rows=2) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_other_architectures_write_blocks_as_without_a_cache(tmp_path: Path, name: str) -> None:
+    """GPT-2 has learned positions and its own linear layers; Mistral's window stays open, as the oracle knows none."""
+    config = ARCHITECTURES[name]
+    if name == "mistral":
+        config = other_config(MistralConfig, sliding_window=None, head_dim=16)
+    config.block_diffusion = {"block_size": BLOCK, "mask_token_id": MASK, "sub_block_size": SUB_BLOCK}
+    backbone = load_backbone(saved(tmp_path / name, config), dtype=torch.float64)
+    for length in (5, BLOCK, 2 * BLOCK + 2):
+        request = make_request("r", prompt_of(length), 20)
+        assert answer(backbone, request).token_ids == naive_decode(backbone, request)[0]
+
+
+def test_an_adapted_model_in_ar_mode_equals_generate_of_transformers(sharp_backbone: Backbone) -> None:
+    prompt = prompt_of(19)
+    result = answer(sharp_backbone, make_request("r", prompt, 30, mode="ar"))
+    assert result.token_ids == generated(Path(sharp_backbone.name), prompt, 30)
+    assert result.forwards == {"prefill": 1, "denoise": 0, "commit": 29}
+    assert result.steps_per_block == []
+
+
+def test_an_empty_prompt_starts_from_bos_or_is_refused(sharp_backbone: Backbone) -> None:
+    bos = sharp_backbone.tokenizer.bos_token_id
+    for kind in ({}, {"mode": "ar"}):
+        empty = answer(sharp_backbone, make_request("r", (), 12, **kind))
+        assert empty == answer(sharp_backbone, make_request("r", (bos,), 12, **kind))
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = None
+    with pytest.raises(UserError, match="no token to start from"):
+        answer(replace(sharp_backbone, tokenizer=tokenizer), make_request("r", (), 5))
+
+
+# ------------------------------------------------------------------------------------------------- the cache
+def decoded(
+    backbone: Backbone, request: GenerationRequest, decoder: Decoder | None = None
+) -> tuple[Row, tuple[int, ...]]:
+    """The finished row, still holding its slot."""
+    decoder = decoder or Decoder(backbone, rows=1)
+    row = decoder.admit(request)
+    while row.phase is not Phase.DONE:
+        decoder.step([Turn(row, row.prefill_left or row.query[1] - row.query[0])])
+    return row, row.result().token_ids
+
+
+@pytest.mark.parametrize("kind", [{}, {"refresh": "sub_block"}, {"policy": "static", "steps": 2}, {"mode": "ar"}])
+def test_keys_and_values_after_commits_are_those_of_a_clean_prefill(
+    exact_backbone: Backbone, kind: dict[str, Any]
+) -> None:
+    written, clean = Decoder(exact_backbone, rows=1), Decoder(exact_backbone, rows=1)
+    row, _ = decoded(exact_backbone, make_request("r", prompt_of(13), 40, **kind), written)
+    again = clean.admit(make_request("r", row.tokens[: row.committed].tolist(), 1, **kind))
+    assert again.prefill_left == row.committed > 13 + BLOCK
+    clean.step([Turn(again, again.prefill_left)])
+    for layer in range(exact_backbone.layers):
+        for ours, theirs in zip(
+            written.cache.view(layer, 0, row.committed), clean.cache.view(layer, 0, row.committed), strict=True
+        ):
+            assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- what cannot run
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request("r", prompt_of(600), 1), "leave no room for an answer in 512"),
+        (
+            make_request("r", prompt_of(500), 13),
+            "max_tokens 13 and a prompt of 500 tokens exceed 512: ask for at most 12",
+        ),
+        (make_request("r", (11, 9999), 5), "token id 9999, outside the vocabulary of 267"),
+        (make_request("r", (11, -1), 5), "token id -1, outside"),
+        (make_request("r", (11,), 5, policy="treshold"), "did you mean 'threshold'"),
+        (make_request("r", (11,), 5, sub_block_size=3), "sub_block_size 3 does not divide block_size 8"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_sentence(
+    sharp_backbone: Backbone, request_: GenerationRequest, message: str
+) -> None:
+    engine = Engine(sharp_backbone)
+    with pytest.raises(UserError, match=message):
+        engine.submit(request_, lambda event: None)
+    assert not engine.step()
+
+
+def test_blocks_of_a_model_that_is_not_adapted_are_refused(tiny_model: Path) -> None:
+    backbone = load_backbone(tiny_model)
+    with pytest.raises(UserError, match="needs a model adapted to write blocks"):
+        answer(backbone, make_request("r", (11,), 5))
+    assert answer(backbone, make_request("r", (11,), 5, mode="ar")).completion_tokens == 5
+
+
+OUT_OF_BOUNDS: list[dict[str, Any]] = [
+    {"temperature": -1.0},
+    {"temperature": float("nan")},
+    {"top_p": 0.0},
+    {"top_p": 1.5},
+    {"top_k": -1},
+    {"seed": 2**63},
+    {"stop_strings": ("",)},
+    {"threshold": 0.0},
+    {"steps": 0},
+    {"mode": "auto"},
+    {"refresh": "never"},
+]
+
+
+@pytest.mark.parametrize("fields", OUT_OF_BOUNDS)
+def test_a_request_out_of_bounds_names_the_field(fields: dict[str, Any]) -> None:
+    name = next(iter(fields)).removesuffix("_strings")
+    with pytest.raises(UserError, match=name):
+        make_request("r", (11,), 5, **fields)
+
+
+def test_budgets_of_one_token_and_less(sharp_backbone: Backbone) -> None:
+    with pytest.raises(UserError, match="max_tokens must be at least 1"):
+        make_request("r", (11,), 0)
+    for length in EDGES:
+        result = answer(sharp_backbone, make_request("r", prompt_of(length), 1))
+        assert result.completion_tokens == 1 and result.finish_reason == "length"
+
+
+def test_a_vocabulary_of_stops_gives_one_token_and_no_text(sharp_backbone: Backbone) -> None:
+    for kind in ({}, {"mode": "ar"}):
+        result = answer(sharp_backbone, make_request("r", prompt_of(9), 20, stop=range(VOCAB_SIZE), **kind))
+        assert (result.completion_tokens, result.text, result.finish_reason) == (1, "", "stop")
+
+
+def test_traced_reveals_are_the_answer(sharp_backbone: Backbone) -> None:
+    """Every position is revealed once; what is not revealed in a step is the first slot of a block."""
+    seen: dict[int, int] = {}
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Canvas):
+            for reveal in event.reveals:
+                assert reveal.position not in seen
+                assert event.block_start <= reveal.position < event.block_start + BLOCK
+                seen[reveal.position] = reveal.token
+
+    engine = Engine(sharp_backbone)
+    request = make_request("r", prompt_of(10), 30, trace=True)
+    engine.submit(request, listen)
+    engine.run_until_idle()
+    token_ids = answer(sharp_backbone, renamed(request, "again")).token_ids
+    for position, token in enumerate(token_ids, start=10):
+        assert seen.get(position, token) == token
+        assert position in seen or position % BLOCK == 0
+    assert generate_all(engine, [renamed(request, "once more")])[0].token_ids == token_ids

@@ -229,6 +229,7 @@ def test_an_interrupted_assessment_measures_only_what_is_missing(tiny_adapted_mo
     measure(contenders, questions, settings, Journal(path))
     again = path.read_text().splitlines(keepends=True)
     assert again[:2] == [whole[0], whole[2]]
+    assert len(again) == len(whole)
     strip = lambda lines: {json.dumps([e["key"], e["value"]["answers"]]) for e in map(json.loads, lines)}  # noqa: E731
     assert strip(again) == strip(whole)
 

@@ -136,9 +136,8 @@ def ask(base_url: str) -> None:
     text = answer.choices[0].message.content or ""
     print(f"\n  question  {messages[-1]['content']}")
     print("  answer    " + text.replace("\n", "\n            "))
-    print(
-        f"  checker   {'right' if task.check(text) else 'wrong'}; the worked answer ends: {task.answer.splitlines()[-1]}"
-    )
+    verdict = "right" if task.check(text) else "wrong"
+    print(f"  checker   {verdict}; the worked answer ends: {task.answer.splitlines()[-1]}")
     print(f"  decoding  {decoding_line(answer.to_dict())}\n", flush=True)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -154,14 +155,10 @@ def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) ->
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except UserError:
-        raise
+    except SafetensorError as error:
+        raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{folder}: the weights could not be loaded: {first_line(error)}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
-        raise
     finally:
         transformers_logging.set_verbosity(verbosity)
     _refuse_mismatch(folder, info)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from model.backbone import Backbone, load_backbone
+from model.cache import BlockCache
+from model.decoding.plan import DecodePlan, Piece, row_pieces
 from model.layout import RowBatch
 from model.masks import CLEAN, NOISY_1, block_diffusion, dense, stream_tokens
 from model.objective import BlockDiffusion, TrainingModel, hidden_states, token_losses
@@ -88,16 +90,35 @@ def _assert_streams(backbone: Backbone, batch: Any, case: dict[str, Any], meta: 
 
 
 def kv_equivalence(case: dict[str, Any], meta: dict[str, Any], model_folder: Path) -> None:
-    """A noisy block over its clean prefix, through the dense mask (the cache's own kv test is in tests/model)."""
+    """A noisy block over its clean prefix: under the dense mask, and over the block cache as decoding does it."""
     backbone, block = golden_backbone(model_folder), meta["block_size"]
     prefix, noisy = case["prefix_ids"], case["noisy_block_ids"]
+    with torch.no_grad():
+        for logits in (_under_dense_mask, _over_cache):
+            assert_block_logits(logits(backbone, prefix, noisy, block), case["reference"])
+
+
+def _under_dense_mask(backbone: Backbone, prefix: list[int], noisy: list[int], block: int) -> torch.Tensor:
     total = len(prefix) + block
     tokens = stream_tokens(torch.zeros(total, dtype=torch.long), block, (CLEAN, NOISY_1))
     keep = torch.cat((torch.arange(len(prefix)), total + torch.arange(len(prefix), total)))
     allowed = dense(block_diffusion, tokens)[keep][:, keep]
-    with torch.no_grad():
-        ours = logits_of(backbone.model, torch.tensor(prefix + noisy), torch.arange(total), allowed)[len(prefix) :]
-    assert_block_logits(ours, case["reference"])
+    return logits_of(backbone.model, torch.tensor(prefix + noisy), torch.arange(total), allowed)[len(prefix) :]
+
+
+def _over_cache(backbone: Backbone, prefix: list[int], noisy: list[int], block: int) -> torch.Tensor:
+    total = len(prefix) + block
+    cache = BlockCache(1, total, dtype=backbone.model.dtype, device=backbone.device)
+    for ids, start in ((prefix, 0), (noisy, len(prefix))):
+        where = torch.arange(start, start + len(ids))
+        pieces = row_pieces(Piece(0, len(ids), 0, start, start + len(ids), causal=False), block)
+        if ids:
+            plan = DecodePlan(cache, pieces, where)
+            out = backbone.model(
+                input_ids=torch.tensor([ids]), position_ids=where[None], use_cache=False, attention_plan=plan
+            )
+    logits: torch.Tensor = out.logits[0]
+    return logits
 
 
 def assert_block_logits(ours: torch.Tensor, reference: dict[str, Any]) -> None:

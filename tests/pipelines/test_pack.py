@@ -40,7 +40,7 @@ def rows_of(lengths: np.ndarray, plan: Plan, block: int, row: int) -> dict[str, 
     return {name: np.array(table[name].to_pylist(), dtype=np.int32).reshape(-1, row) for name in table.column_names}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems())
 def test_every_document_is_in_the_rows_once_and_whole(problem):
     lengths, block, row, window = problem
@@ -62,7 +62,7 @@ def test_every_document_is_in_the_rows_once_and_whole(problem):
     assert (columns["document_ids"] != TAIL).sum() == total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems())
 def test_no_block_holds_two_documents_and_only_padding_is_the_mask(problem):
     lengths, block, row, window = problem
@@ -77,7 +77,7 @@ def test_no_block_holds_two_documents_and_only_padding_is_the_mask(problem):
     assert (columns["position_ids"][tail] == 0).all() and padding[tail].all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problem=problems())
 def test_best_fit_leaves_no_two_rows_that_would_fit_in_one(problem):
     lengths, block, row, _ = problem

@@ -136,6 +136,7 @@ def test_chats_become_rows_as_the_contract_says(prepare, tmp_path, tiny_model):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_number_of_workers_and_any_shards(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "ROWS_PER_PART", 3)
     first = [chat(f"question {n}", f"answer {n} " * (n % 7 + 1)) for n in range(60)]
@@ -306,6 +307,7 @@ def test_a_tokenizer_without_a_template_gets_the_plain_one_and_the_job_says_so(p
     assert text.startswith("<|im_start|>User:\nq\n\nAssistant:\na<|im_end|>\n\n")
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_goes_on_where_it_was_and_ends_the_same(prepare, tmp_path, monkeypatch, capfd):
     data = write_lines(tmp_path / "x.jsonl", [chat(f"question {n}", f"answer {n}") for n in range(40)])
     words = ["--data", str(data), "--read.shard_bytes", "1000"]
@@ -386,6 +388,7 @@ def qwen(shared: Path) -> Path:
     return shared / "data" / "tokenizers" / "qwen2_5"
 
 
+@pytest.mark.slow
 def test_gsm8k_with_the_qwen_tokenizer(prepare, shared, tmp_path, qwen):
     source = (shared / "data" / "gsm8k" / "train.jsonl").read_text().splitlines()[:150]
     data = tmp_path / "gsm8k.jsonl"
@@ -402,6 +405,7 @@ def test_gsm8k_with_the_qwen_tokenizer(prepare, shared, tmp_path, qwen):
     assert result.stats["fill"] > 0.85
 
 
+@pytest.mark.slow
 def test_gpteacher_of_all_parts_compressed_with_the_qwen_tokenizer(prepare, shared, tmp_path, qwen):
     total = 0
     for name in ("codegen", "roleplay", "toolformer"):

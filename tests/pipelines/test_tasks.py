@@ -35,7 +35,7 @@ def corrupted(answer: str, kind: str, place: int, letter: str) -> str:
 
 
 @every_kind
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(draw=draws)
 def test_the_worked_answer_passes_its_own_checker_in_any_layout(kind, draw):
     task = drawn(kind, draw)
@@ -45,7 +45,7 @@ def test_the_worked_answer_passes_its_own_checker_in_any_layout(kind, draw):
 
 
 @every_kind
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(draw=draws, place=st.integers(0, 200), letter=st.sampled_from("ø"))
 def test_one_wrong_letter_in_the_value_fails(kind, draw, place, letter):
     task = drawn(kind, draw)
@@ -53,7 +53,7 @@ def test_one_wrong_letter_in_the_value_fails(kind, draw, place, letter):
 
 
 @every_kind
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(first=draws, second=draws)
 def test_the_answer_of_another_problem_fails(kind, first, second):
     task, other = drawn(kind, first), drawn(kind, second)

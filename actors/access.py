@@ -68,11 +68,16 @@ class Access:
 
     key_hashes: tuple[str, ...] = ()
 
-    def check(self, *, authorization: str | None, client: str | None, host: str | None) -> None:
-        """Raises RequestError 401 or 403. host: the Host header (no other origin can fake it)."""
+    def check(
+        self, *, authorization: str | None, client: str | None, host: str | None, forwarded: bool = False
+    ) -> None:
+        """Raises RequestError 401 or 403. host: the Host header, which a page of another origin cannot fake.
+
+        forwarded: another proxy passed the request on, so `client` is not who asked.
+        """
         if self.key_hashes:
             self._check_key(authorization)
-        elif not (client and is_loopback(client) and host and is_loopback(_without_port(host))):
+        elif forwarded or not (client and is_loopback(client) and host and is_loopback(_without_port(host))):
             raise RequestError(
                 "Without API keys only this machine is served: configure keys to serve others.", status=403
             )

@@ -117,6 +117,7 @@ class Gateway:
             authorization=http.headers.get("authorization"),
             client=http.client.host if http.client else None,
             host=http.headers.get("host"),
+            forwarded="x-forwarded-for" in http.headers or "forwarded" in http.headers,
         )
 
     async def _parse(self, fields: Mapping[str, Any], kind: Kind, served: Served) -> Call:

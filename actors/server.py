@@ -208,7 +208,17 @@ def build(args: ServeArgs) -> Application:
     gateway: Any = serve.deployment(
         serve.ingress()(GatewayDeployment), name=GATEWAY, ray_actor_options={"num_cpus": 0}, **common
     )
-    return gateway.bind(engine.bind(args), args, load_key_hashes(args.api_keys_file, os.environ))
+    return gateway.bind(engine.bind(args), args, _key_hashes(args))
+
+
+def _key_hashes(args: ServeArgs) -> tuple[str, ...]:
+    """The configured keys. Raises UserError where none are and HAProxy would hide from the gateway who asks."""
+    hashes = load_key_hashes(args.api_keys_file, os.environ)
+    if not hashes and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise UserError(
+            "Behind HAProxy every client looks local: set api_keys_file, or unset RAY_SERVE_ENABLE_HA_PROXY."
+        )
+    return hashes
 
 
 def _replicas(args: ServeArgs) -> dict[str, Any]:

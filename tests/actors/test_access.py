@@ -51,3 +51,5 @@ def test_without_keys_client_and_host_must_both_be_local() -> None:
         with pytest.raises(RequestError) as refused:
             access.check(authorization=None, client=client, host=host)
         assert refused.value.status == 403
+    with pytest.raises(RequestError):
+        access.check(authorization=None, client="127.0.0.1", host="localhost", forwarded=True)

@@ -171,6 +171,12 @@ def test_without_keys_only_this_machine_is_served() -> None:
     assert post(ScriptedBackend(GOOD), address="10.0.0.9").status_code == 403
     assert post(ScriptedBackend(GOOD), address="127.0.0.1").status_code == 200
 
+    async def forwarded(client: httpx.AsyncClient) -> int:
+        headers = {"X-Forwarded-For": "10.0.0.9"}
+        return (await client.post("/v1/completions", json=PROMPT, headers=headers)).status_code
+
+    assert with_client(ScriptedBackend(GOOD), forwarded) == 403
+
 
 def test_with_keys_everyone_must_show_one() -> None:
     from actors.access import load_key_hashes

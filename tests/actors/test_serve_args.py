@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from actors.serve_args import ServeArgs, check_config
-from actors.server import check_engine
+from actors.server import build, check_engine
 from model.errors import JobError, UserError
 
 
@@ -106,6 +106,14 @@ def test_a_file_that_is_no_serve_config_is_one_sentence(tmp_path: Path, text: st
     with pytest.raises(UserError) as caught:
         check_config(path)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_are_demanded_where_haproxy_hides_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(UserError, match="HAProxy"):
+        build(ServeArgs(model="m"))
+    monkeypatch.setenv("BLOCKCAST_API_KEYS", "key")
+    build(ServeArgs(model="m"))
 
 
 def test_device_and_dtype_follow_the_gpus() -> None:

@@ -3,8 +3,8 @@
 Token-major storage per layer, `[rows * length, kv_heads, head_dim]`: a row owns the stretch [row * length,
 (row + 1) * length), its position p lives at row * length + p. A working block's keys and values are written right
 behind the row's committed prefix; overwriting them in the next step is all that "not committed" means, so a step
-costs one indexed copy of the block and no copy of the prefix. Reads are views. Bytes: see `nbytes`; layers are
-allocated when first written, with the shapes that the model really has.
+costs one indexed copy of the block and no copy of the prefix. Reads are views. Layers are allocated when first
+written, with the shapes that the model really has, and never cleared: on CPU only what is used becomes resident.
 """
 
 from __future__ import annotations
@@ -61,4 +61,4 @@ class BlockCache:
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return torch.zeros((self.rows * self.length, *like.shape[1:]), dtype=self.dtype, device=self.device)
+        return torch.empty((self.rows * self.length, *like.shape[1:]), dtype=self.dtype, device=self.device)

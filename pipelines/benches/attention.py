@@ -129,8 +129,9 @@ def _forms(length: int, three: Inputs, two: Inputs, config: AttentionBenchConfig
     }
     if config.flex:
         block_mask = create_block_mask(plan.mask_mod(None), None, None, plan.length, plan.length, device=device)
+        given = [x if device == "cuda" else x.detach() for x in three.tensors]  # on CPU it refuses what needs gradients
         forms[FLEX] = lambda: compiled_flex()(
-            *three.tensors, block_mask=block_mask, scale=scale, enable_gqa=config.heads != config.kv_heads
+            *given, block_mask=block_mask, scale=scale, enable_gqa=config.heads != config.kv_heads
         )
     return forms
 

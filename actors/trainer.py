@@ -145,7 +145,7 @@ class Trainer:
         adapted = make_block_diffusion(backbone, block_size=rows.block_size, trained_context_length=rows.context_length)
         _check_mask_token(adapted, rows.mask_token_id, settings.rows)
         if settings.activation_checkpointing:
-            adapted.model.gradient_checkpointing_enable()
+            adapted.model.activation_checkpointing_enable()
         return adapted if settings.objective == "block_diffusion" else replace(adapted, block_diffusion=None)
 
     def _objective(self) -> Objective:

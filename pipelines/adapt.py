@@ -33,7 +33,7 @@ from actors.checkpoints import CheckpointStore
 from actors.rows import PackedRows, holds_rows
 from actors.run_files import METRICS, read_metrics
 from actors.train_settings import TrainSettings, deepspeed_settings
-from model.backbone import revision_of
+from model.backbone import load_tokenizer, read_config, revision_of
 from model.demo_base import demo_base_model
 from model.errors import UserError
 from model.sources import fetch_model
@@ -65,8 +65,11 @@ LAST_SHARE = 0.1  # of the steps, whose mean loss is the run's last loss
 class AssessSection(Section):
     """What --assess true measures."""
 
-    tasks: int | None = Field(
-        None, ge=1, description="held-out tasks to answer; null: the default of assess", json_schema_extra=NOT_IDENTITY
+    tasks: int = Field(
+        62, ge=1, description="held-out tasks to answer, the 31 kinds taking turns", json_schema_extra=NOT_IDENTITY
+    )
+    max_rows: int = Field(
+        1, ge=1, description="requests decoded together: 1 is one person waiting", json_schema_extra=NOT_IDENTITY
     )
     held_out_tasks: int = Field(
         200, ge=0, description="held-out tasks for the held-out loss; 0 leaves it out", json_schema_extra=NOT_IDENTITY
@@ -90,7 +93,7 @@ class AdaptConfig(JobConfig):
     )
     assessment: AssessSection = AssessSection()
     read: ReadConfig = ReadConfig()
-    pack: PackConfig = PackConfig(block_size=32, context_length=512)
+    pack: PackConfig = PackConfig(block_size=16, context_length=256)
     tasks: TasksConfig = TasksConfig()
     train: TrainSection = TrainSection()
     cluster: ClusterConfig = ClusterConfig()
@@ -100,7 +103,7 @@ def run(config: AdaptConfig) -> dict[str, Any]:
     """Prepare, train and, if asked, assess; returns the training's figures."""
     assert config.output is not None, "jobkit settles the output"
     base = config.model or str(demo_base_model())
-    inputs = {"the base model": revision_of(fetch_model(base))}
+    inputs = {"the base model": _revision(base)}
     if _is_rows(config.data):
         inputs |= hash_inputs(PackedRows(config.data[0]).inputs)
     with OutputFolder(config.output, job="adapt", config=config, inputs=inputs) as output:
@@ -136,6 +139,13 @@ def plan(config: AdaptConfig) -> dict[str, Any]:
         "row_tokens_per_step": settings.rows_per_step * config.pack.context_length,
         "deepspeed": deepspeed_settings(settings),
     }
+
+
+def _revision(base: str) -> str:
+    """The base model's revision. Raises UserError where its folder is not a model's."""
+    folder = fetch_model(base)
+    read_config(folder, load_tokenizer(folder))
+    return revision_of(folder)
 
 
 def _is_rows(data: Sequence[str]) -> bool:
@@ -264,6 +274,7 @@ def _assess_config(config: AdaptConfig, base: str) -> assess.AssessConfig:
             tasks=config.assessment.held_out_tasks, context_length=config.pack.context_length
         ),
         decode=assess.DecodeSection(dtype=config.train.dtype),
+        engine=assess.RowsSection(max_rows=config.assessment.max_rows),
     )
 
 

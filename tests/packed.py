@@ -1,4 +1,4 @@
-"""Packed rows on disk for tests, written as prepare writes them, from random documents."""
+"""Packed rows on disk for tests, written as prepare writes them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from actors.rows import COLUMNS, RowFormat
+from model.corruption import IGNORED
 from model.layout import RowBatch
-from tests.model.rows import random_rows
+from model.masks import TAIL
 
 
 def write_rows(
@@ -27,8 +29,23 @@ def write_rows(
     return folder
 
 
-def random_row_folder(folder: Path, *, rows: int, blocks: int = 6, mask_token_id: int, seed: int = 0) -> Path:
-    """`rows` random rows with blocks of 8 tokens, padded with mask_token_id."""
-    batch = random_rows(seed, rows=rows, blocks=blocks)
-    batch.input_ids[(batch.labels == -100) & (batch.input_ids == 3)] = mask_token_id
-    return write_rows(folder, batch, RowFormat(8, blocks * 8, mask_token_id))
+def counting_rows(count: int, *, blocks: int = 6, block_size: int = 8, mask_token_id: int) -> RowBatch:
+    """Rows a tiny model can learn: documents that count upwards from different starts, the first four tokens a prompt.
+
+    Documents fill one to three blocks less a few tokens; some rows end in a tail.
+    """
+    length = blocks * block_size
+    ids = torch.full((count, length), mask_token_id)
+    labels, documents = torch.full((count, length), IGNORED), torch.full((count, length), TAIL)
+    positions = torch.zeros((count, length), dtype=torch.long)
+    for row in range(count):
+        start, document = 0, 0
+        for size in (13, 6, 20)[row % 3 :] if row % 4 else (13, 6, 15):
+            padded = -(-size // block_size) * block_size
+            place, whole = slice(start, start + size), slice(start, start + padded)
+            ids[row, place] = 20 + (row * 7 + document * 11 + torch.arange(size)) % 60
+            labels[row, start + 4 : start + size] = ids[row, start + 4 : start + size]
+            documents[row, whole] = document
+            positions[row, whole] = torch.arange(padded)
+            start, document = start + padded, document + 1
+    return RowBatch(ids, labels, documents, positions)

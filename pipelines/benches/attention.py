@@ -5,14 +5,14 @@
     dense 2 x 2L       the published shape: two rows of 2L under a dense [2L, 2L] mask, through SDPA
     flex               the same row of 3L through compiled flex attention; forward only on CPU, where it has no backward
 
-The first, second and fourth must give the same output, or the bench fails. The mask and compilation are made before.
+The first, second and fourth must give the same output, or the bench fails. Masks and compilation are made before the
+clock starts; peak memory is what the call itself needs, the mask it reads stands in a column of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -35,8 +35,6 @@ STRUCTURED, DENSE_3L, DENSE_2L, FLEX = "structured", "dense 3L", "dense 2 x 2L",
 TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-4, "float64": 1e-9}  # absolute; outputs are averages of normal numbers
 MIB = 2**20
 NO_LAYER = -1  # the last layer skips the clean queries; here every layer is one in the middle
-
-Form = Callable[[], Tensor]
 
 
 class AttentionBenchConfig(BenchConfig):
@@ -83,26 +81,41 @@ def run_attention(config: AttentionBenchConfig) -> Result:
     return Result("attention", machine(config.dtype), config.rounds, table, ratios, note)
 
 
+@dataclass(frozen=True)
+class Form:
+    """One way to attend: its call, what the gradients go to, and the bytes of the mask that it reads."""
+
+    call: Callable[[], Tensor]
+    inputs: Inputs
+    mask_bytes: int = 0
+    backward: bool = True
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.call()
+
+    def both(self) -> None:
+        """Forward and backward."""
+        for tensor in self.inputs.tensors:
+            tensor.grad = None
+        out = self.call()
+        out.backward(torch.ones_like(out))
+
+
 def _measure(length: int, config: AttentionBenchConfig) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    three, two = _inputs(1, 3 * length, config), _inputs(2, 2 * length, config)
-    forms = _forms(length, three, two, config)
+    forms = _forms(length, config)
     _check_equal(length, forms, config.dtype)
-    with torch.no_grad():
-        forward = take_turns(forms, config.rounds, title=f"attention: L {length}, forward")
-    both = {name: partial(_forward_backward, form, inputs) for name, form, inputs in _with_backward(forms, three, two)}
-    trained = take_turns(both, config.rounds, title=f"attention: L {length}, forward and backward")
-    lines = [_line(length, name, forward, trained, both, forms, config) for name in forms]
+    title = f"attention: L {length}, forward"
+    forward = take_turns({name: form.forward for name, form in forms.items()}, config.rounds, title=title)
+    both = {name: form.both for name, form in forms.items() if form.backward}
+    trained = take_turns(both, config.rounds, title=f"{title} and backward")
+    lines = [_line(length, name, form, forward, trained, config) for name, form in forms.items()]
     ratios = {
         f"{STRUCTURED} over {other}, L {length}": trained.ratio(other, STRUCTURED) for other in (DENSE_3L, DENSE_2L)
     }
     if FLEX in forms:
         ratios[f"{STRUCTURED} over {FLEX}, L {length}, forward"] = forward.ratio(FLEX, STRUCTURED)
     return lines, ratios
-
-
-def _with_backward(forms: dict[str, Form], three: Inputs, two: Inputs) -> list[tuple[str, Form, Inputs]]:
-    skipped = FLEX if device_name() == "cpu" else None
-    return [(name, form, two if name == DENSE_2L else three) for name, form in forms.items() if name != skipped]
 
 
 def _inputs(batch: int, tokens: int, config: AttentionBenchConfig) -> Inputs:
@@ -115,25 +128,33 @@ def _inputs(batch: int, tokens: int, config: AttentionBenchConfig) -> Inputs:
     return Inputs(normal(config.heads), normal(config.kv_heads), normal(config.kv_heads))
 
 
-def _forms(length: int, three: Inputs, two: Inputs, config: AttentionBenchConfig) -> dict[str, Form]:
-    device, dtype = device_name(), DTYPES[config.dtype]
+def _forms(length: int, config: AttentionBenchConfig) -> dict[str, Form]:
+    device, dtype, scale = device_name(), DTYPES[config.dtype], config.head_dim**-0.5
+    three, two = _inputs(1, 3 * length, config), _inputs(2, 2 * length, config)
     plan = _plan(length, config.block_size)
     two_streams = stream_tokens(torch.zeros(length, dtype=torch.long), config.block_size, (NOISY_1, CLEAN))
     dense_3l = DensePlan(dense_bias(plan.tokens, dtype, device))
     dense_2l = DensePlan(dense_bias(two_streams, dtype, device))
-    scale = config.head_dim**-0.5
-    forms: dict[str, Form] = {
-        STRUCTURED: lambda: plan.attend(0, *three.tensors, scale, None),
-        DENSE_3L: lambda: dense_3l.attend(0, *three.tensors, scale, None),
-        DENSE_2L: lambda: dense_2l.attend(0, *two.tensors, scale, None),
+    forms = {
+        STRUCTURED: Form(lambda: plan.attend(0, *three.tensors, scale, None), three),
+        DENSE_3L: Form(lambda: dense_3l.attend(0, *three.tensors, scale, None), three, dense_3l.bias.nbytes),
+        DENSE_2L: Form(lambda: dense_2l.attend(0, *two.tensors, scale, None), two, dense_2l.bias.nbytes),
     }
-    if config.flex:
-        block_mask = create_block_mask(plan.mask_mod(None), None, None, plan.length, plan.length, device=device)
-        given = [x if device == "cuda" else x.detach() for x in three.tensors]  # on CPU it refuses what needs gradients
-        forms[FLEX] = lambda: compiled_flex()(
-            *given, block_mask=block_mask, scale=scale, enable_gqa=config.heads != config.kv_heads
-        )
-    return forms
+    return {**forms, FLEX: _flex_form(plan, three, scale)} if config.flex else forms
+
+
+def _flex_form(plan: StreamPlan, inputs: Inputs, scale: float) -> Form:
+    on_gpu = device_name() == "cuda"
+    mask = create_block_mask(plan.mask_mod(None), None, None, plan.length, plan.length, device=device_name())
+    given = [x if on_gpu else x.detach() for x in inputs.tensors]  # on CPU it refuses what needs gradients
+    grouped = inputs.query.shape[1] != inputs.key.shape[1]
+    held = [x for x in mask.as_tuple() if isinstance(x, Tensor)]
+    return Form(
+        lambda: compiled_flex()(*given, block_mask=mask, scale=scale, enable_gqa=grouped),
+        inputs,
+        sum(x.nbytes for x in held),
+        backward=on_gpu,
+    )
 
 
 def _plan(length: int, block_size: int) -> StreamPlan:
@@ -146,39 +167,26 @@ def _plan(length: int, block_size: int) -> StreamPlan:
 
 
 def _check_equal(length: int, forms: dict[str, Form], dtype: str) -> None:
-    with torch.no_grad():
-        expected = forms[DENSE_3L]()
-        for name in (STRUCTURED, *([FLEX] if FLEX in forms else [])):
-            difference = float((forms[name]() - expected).abs().max())
-            if not difference <= TOLERANCE[dtype]:
-                raise JobError(f"L {length}: the output of `{name}` differs from the dense mask's by {difference}.")
-
-
-def _forward_backward(form: Form, inputs: Inputs) -> None:
-    for tensor in inputs.tensors:
-        tensor.grad = None
-    out = form()
-    out.backward(torch.ones_like(out))
+    expected = forms[DENSE_3L].forward()
+    for name in (STRUCTURED, FLEX):
+        if name not in forms:
+            continue
+        difference = float((forms[name].forward() - expected).abs().max())
+        if not difference <= TOLERANCE[dtype]:
+            raise JobError(f"L {length}: the output of `{name}` differs from the dense mask's by {difference}.")
 
 
 def _line(
-    length: int,
-    name: str,
-    forward: Times,
-    trained: Times,
-    both: Mapping[str, Callable[[], None]],
-    forms: dict[str, Form],
-    config: AttentionBenchConfig,
+    length: int, name: str, form: Form, forward: Times, trained: Times, config: AttentionBenchConfig
 ) -> dict[str, Any]:
-    call = both.get(name)
     line: dict[str, Any] = {
         "L": length,
         "form": name,
         "forward ms": 1000 * forward.median(name),
-        "forward + backward ms": 1000 * trained.median(name) if call else None,
+        "forward + backward ms": 1000 * trained.median(name) if form.backward else None,
+        "mask MiB": form.mask_bytes / MIB,
     }
     if config.memory:
-        with torch.no_grad():
-            line["peak MiB, forward"] = peak_bytes(forms[name], device_name()) / MIB
-        line["peak MiB, both"] = peak_bytes(call, device_name()) / MIB if call else None
+        line["peak MiB, forward"] = peak_bytes(form.forward, device_name()) / MIB
+        line["peak MiB, both"] = peak_bytes(form.both, device_name()) / MIB if form.backward else None
     return line

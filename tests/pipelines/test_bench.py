@@ -110,6 +110,9 @@ def test_attention_is_measured_by_length_with_peak_memory(tmp_path: Path) -> Non
     forms = ["structured", "dense 3L", "dense 2 x 2L"]
     assert [(line["L"], line["form"]) for line in content["table"]] == [(n, f) for n in (64, 128) for f in forms]
     assert all(line["forward ms"] > 0 and line["peak MiB, both"] >= 0 for line in content["table"])
+    masks = {(line["L"], line["form"]): line["mask MiB"] for line in content["table"]}
+    assert masks[128, "structured"] == 0
+    assert masks[128, "dense 3L"] == 4 * masks[64, "dense 3L"] == 4 * (3 * 64) ** 2 * 4 / 2**20
     assert set(content["ratios"]) == {f"structured over {f}, L {n}" for f in forms[1:] for n in (64, 128)}
 
 

@@ -136,6 +136,7 @@ def test_joining_a_running_batch_changes_no_answer(
     assert results == alone
 
 
+@pytest.mark.slow
 def test_neighbours_to_the_left_or_right_change_no_answer(
     sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]]
 ) -> None:
@@ -162,6 +163,7 @@ def test_chunked_prefill_changes_no_answer(
     assert answers(sharp_backbone, mixed_requests(), prefill_tokens=budget) == alone
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 6), budget=st.integers(1, 64))
 @settings(deadline=None, max_examples=5)
 def test_any_arrivals_rows_and_budgets_give_the_same_answers(

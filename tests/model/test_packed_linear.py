@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from model.backbone import load_backbone, save_backbone
+from model.decoding import Decoder
 from model.packed_linear import PackedLinear, can_pack, pack_linears
 
 needs_onednn = pytest.mark.skipif(not can_pack(nn.Linear(1, 1)), reason="this machine's torch has no oneDNN")
@@ -61,3 +64,14 @@ def test_gradients_flow_and_copies_are_made_as_ever() -> None:
     with torch.no_grad():
         assert torch.equal(twin(x), layer(x))
         assert layer(x[:0]).shape == (0, 8)
+
+
+@needs_onednn
+def test_a_model_that_has_decoded_is_saved_as_it_was_loaded(tiny_adapted_model: Path, tmp_path: Path) -> None:
+    backbone = load_backbone(tiny_adapted_model)
+    before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
+    Decoder(backbone, rows=1)
+    save_backbone(backbone, tmp_path / "saved")
+    after = load_backbone(tmp_path / "saved").model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

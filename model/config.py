@@ -101,7 +101,7 @@ class DecodeConfig:
 
     mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
     policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
-    refresh: when the whole block runs: "always" (exact), or "sub_block", the published sub-block cache (an approximation).
+    refresh: when the whole block runs: "always" (exact), or "sub_block", the published sub-block cache (approximate).
     """
 
     mode: str = "diffusion"

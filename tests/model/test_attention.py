@@ -16,7 +16,7 @@ from model.backbone import load_backbone
 from model.errors import UserError
 from model.layout import RowBatch, lay_out_causal, lay_out_streams
 from model.masks import dense
-from tests.model.rows import MASK, random_rows
+from tests.model.rows import random_rows
 from tests.oracles import DensePlan
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8

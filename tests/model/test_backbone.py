@@ -91,7 +91,7 @@ def test_an_unexpected_tensor_is_named(copy: Path) -> None:
 
 def test_a_wrong_shape_is_named(copy: Path) -> None:
     edit_config(copy, intermediate_size=48)
-    with pytest.raises(UserError, match="wrong shape|could not be loaded"):
+    with pytest.raises(UserError, match=r"wrong shape|could not be loaded"):
         load_backbone(copy)
 
 

@@ -43,7 +43,8 @@ def test_an_address_where_nothing_listens_is_one_sentence_and_exit_code_1(tmp_pa
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"waiting: No Ray cluster answers at RAY_ADDRESS={address} (Connection refused): start it, or unset RAY_ADDRESS."
+        f"waiting: No Ray cluster answers at RAY_ADDRESS={address} (Connection refused): "
+        "start it, or unset RAY_ADDRESS."
     )
 
 

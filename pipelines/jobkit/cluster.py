@@ -13,6 +13,7 @@ from pipelines.jobkit.signals import install_signals
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 KNOCK_S = 10.0
+NODE_TIMED_OUT = "timed out during startup"
 
 
 def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
@@ -33,6 +34,10 @@ def connect_ray(*, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
         ray.init(address=address, **quiet, **(ours if address == "local" else {}))
     except ConnectionError as error:
         raise _no_answer(address, str(error).strip().splitlines()[0]) from None
+    except Exception as error:  # Ray has no type for it
+        if NODE_TIMED_OUT not in str(error):
+            raise
+        raise JobError("Ray did not start in 30 s: the machine is overloaded; free it and run this again.") from None
     install_signals()
 
 

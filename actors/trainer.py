@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,6 +60,10 @@ class Link:
     def fail(self, failure: Failure) -> None:
         ray.get(self._board.fail.remote(failure))
 
+    def take_environment(self) -> None:
+        """Set the variables that the driver hands on."""
+        os.environ.update(ray.get(self._board.environment.remote()))
+
     def stop_requested(self) -> bool:
         """Rank 0's answer; raises when the driver is gone. Other ranks say no and follow rank 0."""
         return self._first and bool(ray.get(self._board.stop_requested.remote()))
@@ -87,6 +92,7 @@ def train_worker(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     link = Link(config["board"], context.get_world_rank())
     try:
+        link.take_environment()
         ranks = Ranks.join(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
         Trainer(config["settings"], ranks, link, config["token"]).run()
     except (UserError, JobError) as error:
@@ -105,6 +111,8 @@ class Trainer:
         self.settings, self.ranks, self.link = settings, ranks, link
         if settings.device == "cpu":
             torch.set_num_threads(settings.threads)
+        else:
+            torch.cuda.set_device(ray.train.torch.get_device())
         self.fence = Fence(settings.output, token)
         self.store = CheckpointStore(settings.output, keep=settings.keep_checkpoints, guard=self.fence.check)
         self.log = MetricsLog(settings.output, self.fence)

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow.fs
 import ray
 from fsspec.core import url_to_fs
+from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -72,21 +73,29 @@ def _attempt(settings: TrainSettings, placement: Placement, output: OutputFolder
     """One fit. None: done. An exception: the workers were lost, another attempt may do."""
     output.check()
     hidden = {name: os.environ[name] for name in HIDDEN if name in os.environ}
-    board: Any = ray.remote(num_cpus=0)(Board).remote(hidden)
-    with _fence(settings.output) as token, _scratch(settings.output):
-        fit = Fit(settings, placement, board, token)
-        fit.start()
-        try:
-            _follow(fit, board, settings.steps, already)
-        except KeyboardInterrupt:
-            _stop(fit, board)
-            raise
-        finally:
-            failure: Failure | None = ray.get(board.failure.remote())
-            ray.kill(board)
+    try:
+        board: Any = ray.remote(num_cpus=0)(Board).remote(hidden)
+        with _fence(settings.output) as token, _scratch(settings.output):
+            fit = Fit(settings, placement, board, token)
+            failure = _watched(fit, board, settings.steps, already)
+    except RayError as error:
+        return error
     if failure is not None:
         raise (UserError if failure.user_error else JobError)(failure.message)
     return fit.error
+
+
+def _watched(fit: Fit, board: Any, steps: int, already: int) -> Failure | None:
+    """Run the fit to its end; what the workers say was wrong, if they could say."""
+    fit.start()
+    try:
+        _follow(fit, board, steps, already)
+    except KeyboardInterrupt:
+        _stop(fit, board)
+        raise
+    failure: Failure | None = ray.get(board.failure.remote())
+    ray.kill(board)
+    return failure
 
 
 class Fit(threading.Thread):

@@ -99,11 +99,15 @@ def _watched(fit: Fit, board: Any, steps: int, already: int) -> Failure | None:
 
 
 class Fit(threading.Thread):
-    """trainer.fit() in a thread; `error` is what it raised, None when it returned."""
+    """trainer.fit() in a thread; `error` is what it raised, None when it returned.
+
+    `ended` is waited for, never the thread: a signal's exception in Thread.join leaves Python thinking that it is over.
+    """
 
     def __init__(self, settings: TrainSettings, placement: Placement, board: Any, token: str) -> None:
         super().__init__(name="fit", daemon=True)
         self.error: Exception | None = None
+        self.ended = threading.Event()
         filesystem, root = url_to_fs(settings.output)
         local = "file" in filesystem.protocol
         self._trainer = TorchTrainer(
@@ -131,6 +135,8 @@ class Fit(threading.Thread):
             self._trainer.fit()
         except Exception as error:  # whatever ended the workers: the caller decides whether to try again
             self.error = error
+        finally:
+            self.ended.set()
 
 
 @contextmanager
@@ -164,12 +170,12 @@ def _scratch(output: str) -> Iterator[None]:
 def _follow(fit: Fit, board: Any, steps: int, already: int) -> None:
     """Show phases and steps until the fit has ended."""
     phase = ""
-    while fit.is_alive() and phase != "training":
+    while not fit.ended.is_set() and phase != "training":
         phase = _show_phase(phase, ray.get(board.news.remote()))
-        fit.join(LOOK_EVERY_S)
+        fit.ended.wait(LOOK_EVERY_S)
     with Progress("adapt", total=steps, unit="steps", already=already) as progress:
-        while fit.is_alive():
-            fit.join(LOOK_EVERY_S)
+        while not fit.ended.is_set():
+            fit.ended.wait(LOOK_EVERY_S)
             news: News = ray.get(board.news.remote())
             _show_step(progress, news)
             phase = _show_phase(phase, news) if news.phase != "training" else news.phase
@@ -192,5 +198,5 @@ def _stop(fit: Fit, board: Any) -> None:
     print("adapt: stopping; the workers save a checkpoint first", file=sys.stderr, flush=True)
     ray.get(board.request_stop.remote())
     deadline = time.monotonic() + STOP_GRACE_S
-    while fit.is_alive() and time.monotonic() < deadline:
-        fit.join(LOOK_EVERY_S)
+    while not fit.ended.is_set() and time.monotonic() < deadline:
+        fit.ended.wait(LOOK_EVERY_S)

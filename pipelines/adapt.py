@@ -101,14 +101,10 @@ class AdaptConfig(JobConfig):
 
 def run(config: AdaptConfig) -> dict[str, Any]:
     """Prepare, train and, if asked, assess; returns the training's figures."""
-    assert config.output is not None, "jobkit settles the output"
     base = config.model or str(demo_base_model())
-    inputs = {"the base model": _revision(base)}
-    if _is_rows(config.data):
-        inputs |= hash_inputs(PackedRows(config.data[0]).inputs)
-    with OutputFolder(config.output, job="adapt", config=config, inputs=inputs) as output:
+    with OutputFolder(str(config.output), job="adapt", config=config, inputs=_inputs(config, base)) as output:
         if output.finished is None:
-            output.finish(_adapt(config, base, output))
+            output.finish(_adapt_or_forget(config, base, output))
         else:
             print(f"{output.uri('model')} is finished: nothing to train.")
         assert output.finished is not None
@@ -126,7 +122,7 @@ def run_chain(config: AdaptConfig) -> dict[str, Any]:
 def plan(config: AdaptConfig) -> dict[str, Any]:
     """What --dry-run shows: the workers and DeepSpeed's settings. Starts nothing."""
     cluster = cluster_expected()
-    if cluster is None:
+    if not cluster.here and "auto" in (config.train.workers, config.train.device):
         return {"workers": config.train.workers, "device": config.train.device, "decided": "on the cluster"}
     placement = place_workers(config.train, cluster)
     settings = _settings(config, config.model or "the demo's base model", ROWS, "", placement)
@@ -141,11 +137,16 @@ def plan(config: AdaptConfig) -> dict[str, Any]:
     }
 
 
-def _revision(base: str) -> str:
-    """The base model's revision. Raises UserError where its folder is not a model's."""
+def _inputs(config: AdaptConfig, base: str) -> dict[str, str]:
+    """Hashes of what is read. Raises UserError where the base is no model, or rows were packed otherwise than asked."""
     folder = fetch_model(base)
     read_config(folder, load_tokenizer(folder))
-    return revision_of(folder)
+    inputs = {"the base model": revision_of(folder)}
+    if not _is_rows(config.data):
+        return inputs
+    packed = PackedRows(config.data[0])
+    _check_pack(config, packed)
+    return inputs | hash_inputs(packed.inputs)
 
 
 def _is_rows(data: Sequence[str]) -> bool:
@@ -165,12 +166,21 @@ def _is_row_folder(source: str) -> bool:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+def _adapt_or_forget(config: AdaptConfig, base: str, output: OutputFolder) -> dict[str, Any]:
+    """Bad input found before the first checkpoint leaves nothing to go on with: any configuration may follow."""
+    try:
+        return _adapt(config, base, output)
+    except UserError:
+        if not CheckpointStore(str(config.output), keep=1).committed():
+            output.forget()
+        raise
+
+
 def _adapt(config: AdaptConfig, base: str, output: OutputFolder) -> dict[str, Any]:
     """Rows, training, curve; the figures of the manifest."""
     connect_ray()
     rows = config.data[0] if _is_rows(config.data) else _prepared(config, base, output)
     packed = PackedRows(rows)
-    _check_pack(config, packed)
     if not output.has("model"):
         placement = place_workers(config.train, cluster_here())
         settings = _settings(config, base, rows, hash_of([identity_of(config), output.inputs]), placement)

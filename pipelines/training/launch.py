@@ -35,6 +35,7 @@ from pipelines.training.resources import Placement
 LOOK_EVERY_S = 0.25
 STOP_GRACE_S = 120.0
 COLLECTIVE_TIMEOUT_S = 1800
+GROUP_STARTS = 3  # times that Ray waits a minute for resources which somebody else took meanwhile
 SCRATCH = ".ray_train"
 HIDDEN = ("HF_TOKEN",)
 
@@ -125,7 +126,9 @@ class Fit(threading.Thread):
                 name=token,
                 storage_path=f"{root}/{SCRATCH}",
                 storage_filesystem=None if local else pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem)),
-                failure_config=FailureConfig(max_failures=0),
+                failure_config=FailureConfig(  # type: ignore[call-arg]
+                    max_failures=0, controller_failure_limit=GROUP_STARTS
+                ),
                 logging_config=LoggingConfig(log_level="CRITICAL"),
             ),
         )

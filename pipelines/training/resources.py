@@ -86,14 +86,15 @@ def cluster_here() -> Cluster:
     )
 
 
-def cluster_expected() -> Cluster | None:
-    """What a local Ray would be on this machine, without starting one; None where RAY_ADDRESS names a cluster."""
+def cluster_expected() -> Cluster:
+    """What a local Ray would be on this machine, without starting one; a cluster of which nothing is known where
+    RAY_ADDRESS names one."""
     import torch
 
-    if os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
-        return None
     if ray.is_initialized():
         return cluster_here()
+    if os.environ.get("RAY_ADDRESS"):
+        return Cluster(False, False, True, (), ())
     return Cluster(True, True, False, (float(os.cpu_count() or 1),), (float(torch.cuda.device_count()),))
 
 

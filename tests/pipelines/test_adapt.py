@@ -1,0 +1,93 @@
+"""Adapt from its command line: what it plans, and what it refuses before anything is started or written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelines.adapt import AdaptConfig, plan, run, run_chain
+from pipelines.jobkit import main
+
+
+def adapt(*words: object) -> int:
+    return main("adapt", AdaptConfig, run, plan, [str(word) for word in words])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    return errors.splitlines()[-1]
+
+
+def test_a_dry_run_prints_the_workers_and_what_deepspeed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--train.workers", 3, "--train.device", "cpu", "--train.rows_per_step", 10, "--train.micro_rows", 2)
+    assert adapt("--dry-run", *words) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["plan"]["workers"].startswith("3 workers of")
+    assert printed["plan"]["micro_steps_per_worker"] == 2
+    assert printed["plan"]["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert printed["plan"]["deepspeed"]["gradient_accumulation_steps"] == 2
+    assert printed["config"]["train"]["rows_per_step"] == 10
+
+
+def test_a_dry_run_for_a_cluster_is_decided_there_unless_the_recipe_says_it_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.1:6379")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    assert adapt("--dry-run") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["plan"]["decided"] == "on the cluster"
+    assert adapt("--dry-run", "--train.workers", 64, "--train.device", "gpu", "--train.cpus_per_worker", 8) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["plan"]["workers"] == "64 workers of 1 GPU and 8 CPUs each"
+
+
+def test_a_misspelt_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt("--train.step", 3) == 2
+    assert "--train.steps" in last_line(capsys)
+
+
+def test_an_objective_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt("--objective", "two_tower") == 2
+    assert "objective" in last_line(capsys)
+
+
+def test_packed_rows_among_chats_are_refused(
+    tiny_model: Path, training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"text": "hello"}) + "\n")
+    output = tmp_path / "out"
+    assert adapt("--model", tiny_model, "--data", training_rows, chats, "--output", output) == 2
+    assert "holds packed rows: give it alone" in last_line(capsys)
+    assert not output.exists()
+
+
+def test_rows_of_another_block_size_than_asked_are_refused(
+    tiny_model: Path, training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    words = ("--pack.block_size", 4, "--pack.context_length", 48)
+    assert adapt("--model", tiny_model, "--data", training_rows, "--output", output, *words) == 2
+    assert last_line(capsys).endswith("have block_size 8, not 4: leave --pack.block_size out.")
+    assert not output.exists()
+
+
+def test_a_folder_that_is_no_model_is_refused(
+    training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert adapt("--model", empty, "--data", training_rows, "--output", tmp_path / "out") == 2
+    assert str(empty) in last_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_started_without_arguments_it_assesses_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool | None] = []
+    monkeypatch.setattr("pipelines.adapt.run", lambda config: asked.append(config.assess) or {})
+    for said in (None, True, False):
+        run_chain(AdaptConfig(data=("chats.jsonl",), assess=said))
+    assert asked == [True, True, False]

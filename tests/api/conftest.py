@@ -42,7 +42,7 @@ def successor_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_successor_model(tmp_path_factory.mktemp("models") / "successor")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # it holds a CPU: training tests of other folders need both
 def server(local_ray: None, successor_model: Path) -> Iterator[Server]:
     from ray import serve
 

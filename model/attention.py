@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -162,7 +163,7 @@ class StreamPlan:
             self._flex[sliding_window] = create_block_mask(
                 self.mask_mod(sliding_window), None, None, self.length, self.length, device=str(query.device)
             )
-        return compiled_flex()(
+        return compiled_flex(dynamic=query.is_cuda)(
             query,
             key,
             value,
@@ -186,16 +187,15 @@ def within_window(allowed: Tensor, q: Tokens, k: Tokens, sliding_window: int | N
     return allowed if sliding_window is None else allowed & (q.position - k.position < sliding_window)
 
 
-_compiled: list[Any] = []
+@cache
+def compiled_flex(dynamic: bool) -> Any:
+    """flex_attention compiled once; `dynamic` for shapes that change from batch to batch.
 
+    On CPU torch 2.13 generates C++ that does not compile when a dynamic kernel meets a second shape: static there.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
 
-def compiled_flex() -> Any:
-    """flex_attention compiled once for shapes that change from batch to batch."""
-    if not _compiled:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0]
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 class _StructuredAttention(torch.autograd.Function):

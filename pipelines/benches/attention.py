@@ -150,7 +150,7 @@ def _flex_form(plan: StreamPlan, inputs: Inputs, scale: float) -> Form:
     grouped = inputs.query.shape[1] != inputs.key.shape[1]
     held = [x for x in mask.as_tuple() if isinstance(x, Tensor)]
     return Form(
-        lambda: compiled_flex()(*given, block_mask=mask, scale=scale, enable_gqa=grouped),
+        lambda: compiled_flex(dynamic=False)(*given, block_mask=mask, scale=scale, enable_gqa=grouped),
         inputs,
         sum(x.nbytes for x in held),
         backward=on_gpu,

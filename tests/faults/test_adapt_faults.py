@@ -119,12 +119,12 @@ def test_a_job_stopped_then_killed_goes_on_to_the_same_end(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of one and a half megabytes; only root may mount one."""
+    """A filesystem too small for one checkpoint (1.2 MB); only root may mount one."""
     place = tmp_path / "disk"
     place.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small filesystem needs root")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(place)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a small filesystem is not allowed here")
     yield place

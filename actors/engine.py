@@ -5,6 +5,7 @@
     engine.start(); engine.submit(request, listener)    # from any thread; the listener runs on the engine's thread
 
 Rows join and leave at block boundaries, each at its own pace; a listener hears `Delta`s, then `Finished` or `Failed`.
+A row whose pages are needed by an older one waits for new ones and goes on where it was.
 A row whose logits are not finite fails alone; a forward that raises fails the rows that were in it.
 """
 
@@ -30,17 +31,23 @@ IDLE_WAIT_S = 0.5
 class EngineConfig:
     """max_rows: requests that run at once. max_length: longest prompt and answer, tokens (None: the model's context).
 
-    prefill_tokens: prompt tokens encoded in one round, over all rows. pack_weights: on CPU, decode with packed copies
-    of the linear layers: faster, for twice the weights' memory.
+    prefill_tokens: prompt tokens encoded in one round, over all rows. pages: of one block each in the cache (None: room
+    for max_rows rows of max_length, but for no more than 65,536 tokens unless one row needs it). prefix_cache: whether
+    blocks that are committed can be found by later requests. rounds_per_visit: rounds between two looks at arrivals,
+    aborts and listeners, as long as no row ends. pack_weights: on CPU, decode with packed copies of the linear layers:
+    faster, for twice the weights' memory.
     """
 
     max_rows: int = 8
     max_length: int | None = None
     prefill_tokens: int = 512
+    pages: int | None = None
+    prefix_cache: bool = True
+    rounds_per_visit: int = 1
     pack_weights: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_length", "prefill_tokens"):
+        for name in ("max_rows", "max_length", "prefill_tokens", "pages", "rounds_per_visit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"engine.{name} must be at least 1, not {value!r}.")
@@ -90,7 +97,10 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment of the engine. `forwards`: row-forwards by phase; seconds are sums over all rounds since the start."""
+    """A moment of the engine. forwards: row-forwards by phase; prefix_hits: pages found in the prefix cache;
+    preemptions: rows that lost their pages; pages_cached count as free. Sums and seconds are since the start; forward_s
+    is the part of round_s that the model's forwards and the choices took.
+    """
 
     running: int
     waiting: int
@@ -98,9 +108,13 @@ class EngineStats:
     forwards: dict[str, int]
     query_tokens: int
     committed_tokens: int
-    slots_free: int
-    slots_total: int
+    pages_used: int
+    pages_cached: int
+    pages_free: int
+    prefix_hits: int
+    preemptions: int
     round_s: float
+    forward_s: float
 
 
 @dataclass
@@ -108,7 +122,9 @@ class _Counters:
     rounds: int = 0
     query_tokens: int = 0
     committed_tokens: int = 0
+    preemptions: int = 0
     round_s: float = 0.0
+    forward_s: float = 0.0
     forwards: dict[str, int] = field(default_factory=lambda: {p.value: 0 for p in Phase if p is not Phase.DONE})
 
 
@@ -125,6 +141,8 @@ class Engine:
             backbone,
             rows=self.config.max_rows,
             max_length=self.config.max_length,
+            pages=self.config.pages,
+            prefix_cache=self.config.prefix_cache,
             pack_weights=self.config.pack_weights,
         )
         self.progress_at = time.monotonic()
@@ -134,6 +152,7 @@ class Engine:
         self._aborts: deque[str] = deque()
         self._queue = Queue()
         self._rows: dict[str, Row] = {}  # running, in order of admission
+        self._waiting_rows: dict[str, Row] = {}  # of those who wait: made, or preempted
         self._counters = _Counters()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -171,7 +190,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            counters = self._counters
+            counters, pool = self._counters, self.decoder.cache.pool
             return EngineStats(
                 running=len(self._rows),
                 waiting=len(self._requests) - len(self._rows),
@@ -179,25 +198,34 @@ class Engine:
                 forwards=dict(counters.forwards),
                 query_tokens=counters.query_tokens,
                 committed_tokens=counters.committed_tokens,
-                slots_free=self.decoder.cache.free,
-                slots_total=self.decoder.cache.rows,
+                pages_used=pool.used,
+                pages_cached=pool.cached,
+                pages_free=pool.free,
+                prefix_hits=pool.hits,
+                preemptions=counters.preemptions,
                 round_s=counters.round_s,
+                forward_s=counters.forward_s,
             )
 
     # ------------------------------------------------------------------------------------------- engine's side
     def step(self) -> bool:
-        """One round; False when there was nothing to do."""
-        started = time.monotonic()
+        """A round, or `rounds_per_visit` of them while no row ends; False when there was nothing to do."""
         self._receive()
-        turns = self._schedule()
-        if not turns:
-            self._check_idle()
-            return False
-        outcomes = self._forward(turns)
-        self._count(turns, outcomes, time.monotonic() - started)
-        for outcome in outcomes:
-            self._publish(outcome)
-        self.progress_at = time.monotonic()
+        for number in range(self.config.rounds_per_visit):
+            started = time.monotonic()
+            turns = self._schedule()
+            if not turns:
+                self._check_idle()
+                return number > 0
+            forwarded = time.monotonic()
+            outcomes = self._forward(turns)
+            forward_s = time.monotonic() - forwarded
+            for outcome in outcomes:
+                self._publish(outcome)
+            self.progress_at = time.monotonic()
+            self._count(turns, outcomes, self.progress_at - started, forward_s)
+            if any(outcome.row.request.id not in self._rows for outcome in outcomes):
+                break
         return True
 
     def run_until_idle(self) -> None:
@@ -250,6 +278,7 @@ class Engine:
             for row in self._rows.values():
                 self.decoder.release(row)
             self._rows.clear()
+            self._waiting_rows.clear()
             self._requests.clear()
             self._arrivals.clear()
             self._queue = Queue()
@@ -258,21 +287,60 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- the four verbs
     def _receive(self) -> None:
-        """Take in arrivals and aborts; give free slots to those who wait."""
+        """Take in arrivals and aborts; let those who wait begin, as far as rows and pages go."""
         with self._lock:
             while self._arrivals:
                 self._queue.join(self._arrivals.popleft())
             while self._aborts:
                 self._forget(self._aborts.popleft())
-            for request_id in self._queue.admit(self.decoder.cache.free):
-                self._rows[request_id] = self.decoder.admit(self._requests[request_id][0])
+            for request_id in list(self._queue):
+                if len(self._rows) == self.config.max_rows or not self._admit(request_id):
+                    break
+
+    def _admit(self, request_id: str) -> bool:
+        """Start a waiting request if its first pages are there, with one page in reserve for every running row."""
+        row = self._waiting_rows.get(request_id)
+        if row is None:
+            row = self._waiting_rows[request_id] = self.decoder.make_row(self._requests[request_id][0])
+        if self.decoder.cache.pool.available < self.decoder.pages_to_admit(row) + len(self._rows):
+            return False
+        self._queue.leave(request_id)
+        self.decoder.admit(row)
+        self._rows[request_id] = self._waiting_rows.pop(request_id)
+        return True
 
     def _schedule(self) -> list[Turn]:
+        """The turns of the next round, oldest row first, with the pages they need."""
+        decoding = {row_id: Turn(row) for row_id, row in self._rows.items() if row.phase is not Phase.PREFILL}
         demands = [
-            Demand(request_id, row.prefill_left, row.query[1] - row.query[0], row.block_size)
-            for request_id, row in self._rows.items()
+            Demand(row_id, row.prefill_left, len(decoding[row_id].query) if row_id in decoding else 0, row.block_size)
+            for row_id, row in self._rows.items()
         ]
-        return [Turn(self._rows[grant.id], grant.tokens) for grant in plan_round(demands, self.config.prefill_tokens)]
+        turns = []
+        for grant in plan_round(demands, self.config.prefill_tokens):
+            row = self._rows.get(grant.id)
+            if row is not None:
+                turn = decoding.get(grant.id) or Turn(row, grant.tokens)
+                if self._supply(turn):
+                    turns.append(turn)
+        return turns
+
+    def _supply(self, turn: Turn) -> bool:
+        """Get the turn its pages; while they lack, the newest row gives its own up. False: that was this row itself."""
+        while self.decoder.cache.pool.available < self.decoder.missing_pages(turn):
+            newest = next(reversed(self._rows))
+            self._preempt(newest)
+            if newest == turn.row.request.id:
+                return False
+        self.decoder.supply(turn)
+        return True
+
+    def _preempt(self, request_id: str) -> None:
+        with self._lock:
+            row = self._waiting_rows[request_id] = self._rows.pop(request_id)
+            self.decoder.preempt(row)
+            self._queue.join_first(request_id)
+            self._counters.preemptions += 1
 
     def _forward(self, turns: list[Turn]) -> list[Outcome]:
         try:
@@ -289,8 +357,7 @@ class Engine:
             self._end(request.id, Failed(request.id, outcome.error), listener)
             return
         if request.trace and outcome.phase is Phase.DENOISE:
-            start = outcome.reveals[0].position // row.block_size * row.block_size
-            listener(Canvas(request.id, start, outcome.reveals))
+            listener(Canvas(request.id, outcome.block_start, outcome.reveals))
         token_ids, text = row.take_delta()
         if token_ids or text:
             listener(Delta(request.id, token_ids, text))
@@ -305,26 +372,27 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Free whatever a request holds; the lock is held."""
         self._requests.pop(request_id, None)
+        self._waiting_rows.pop(request_id, None)
         if request_id in self._queue:
             self._queue.leave(request_id)
         if request_id in self._rows:
             self.decoder.release(self._rows.pop(request_id))
 
-    def _count(self, turns: list[Turn], outcomes: list[Outcome], seconds: float) -> None:
+    def _count(self, turns: list[Turn], outcomes: list[Outcome], round_s: float, forward_s: float) -> None:
         with self._lock:
             counters = self._counters
             counters.rounds += 1
-            counters.round_s += seconds
+            counters.round_s += round_s
+            counters.forward_s += forward_s
             for turn, outcome in zip(turns, outcomes, strict=True):
                 counters.forwards[outcome.phase.value] += 1
-                counters.query_tokens += turn.count
-                if outcome.error is None and outcome.phase is Phase.COMMIT:
-                    counters.committed_tokens += turn.count
+                counters.query_tokens += len(turn.query)
+                if outcome.error is None and turn.query.phase is Phase.COMMIT:
+                    counters.committed_tokens += turn.query.keep - turn.query.start
 
     def _check_idle(self) -> None:
-        """At idle every slot must be free: a leak would shrink the engine until it stands still."""
-        free, total = self.decoder.cache.free, self.decoder.cache.rows
-        assert free == total, f"{total - free} cache slots are used while nothing runs"
+        """When nothing runs every page must be free: a leak would shrink the engine until it stands still."""
+        self.decoder.cache.pool.check()
 
 
 def generate_all(

@@ -1,14 +1,15 @@
 """The round planner: who runs, with how many query tokens. Knows numbers only: no torch, no Ray, no rows, no model.
 
 Every decoding row runs in every round, so an easy row never waits for a hard one. Prefill has a token budget of its
-own, given in arrival order in whole blocks: a stream of long prompts lengthens a round by at most that budget. A
-request waits for a free slot, first come, first served.
+own, given in arrival order in whole blocks: a stream of long prompts lengthens a round by at most that budget. Pages of
+the cache go to the oldest rows first; when they run out the newest row gives its own back and waits at the head of the
+queue. The oldest row always gets what it needs, so somebody always moves.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -57,7 +58,7 @@ def plan_round(demands: Iterable[Demand], prefill_tokens: int) -> list[Grant]:
 
 
 class Queue:
-    """Requests that wait for a slot, by id, in order of arrival."""
+    """Requests that wait to run, by id, in order of arrival; those that lost their pages stand before all others."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, None] = OrderedDict()
@@ -68,14 +69,18 @@ class Queue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._waiting)
+
     def join(self, request_id: str) -> None:
         assert request_id not in self._waiting, f"{request_id} waits already"
         self._waiting[request_id] = None
 
-    def leave(self, request_id: str) -> None:
-        """The caller went away."""
-        del self._waiting[request_id]
+    def join_first(self, request_id: str) -> None:
+        """A row that was preempted: it is older than all who wait."""
+        self.join(request_id)
+        self._waiting.move_to_end(request_id, last=False)
 
-    def admit(self, free_slots: int) -> list[str]:
-        """The requests that get the free slots now; they no longer wait."""
-        return [self._waiting.popitem(last=False)[0] for _ in range(min(free_slots, len(self._waiting)))]
+    def leave(self, request_id: str) -> None:
+        """It runs now, or the caller went away."""
+        del self._waiting[request_id]

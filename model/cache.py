@@ -1,64 +1,69 @@
-"""The block cache: keys and values of committed tokens, written in place, never concatenated and never copied.
+"""The paged block cache: keys and values in pages of one block, written in place, never concatenated, never copied.
 
-Token-major storage per layer, `[rows * length, kv_heads, head_dim]`: a row owns the stretch [row * length,
-(row + 1) * length), its position p lives at row * length + p. A working block's keys and values are written right
-behind the row's committed prefix; overwriting them in the next step is all that "not committed" means, so a step
-costs one indexed copy of the block and no copy of the prefix. Reads are views. Layers are allocated when first
-written, with the shapes that the model really has, and never cleared: on CPU only what is used becomes resident.
+Token-major storage per layer, `[pages * page_size, kv_heads, head_dim]`. A row has a page table: its position p lives
+at storage index `table[p // page_size] * page_size + p % page_size`. A working block's keys and values are written into
+the row's next page; overwriting them in the next step is all that "not committed" means, so a step costs one indexed
+write of the block. Which page is whose is the `PagePool`'s business. Layers are allocated when first written, with the
+shapes that the model really has, and never cleared: on CPU only what is used becomes resident.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from model.pages import PagePool
+
 
 class BlockCache:
-    """`rows` slots of `length` tokens each. Slots are taken and given back; which are free is counted exactly."""
+    """Storage of `pages` pages of `page_size` tokens, and the pool that hands them out."""
 
-    def __init__(self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = rows
-        self.length = length
+    def __init__(
+        self, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device, prefix_cache: bool = True
+    ) -> None:
+        self.pool = PagePool(pages, prefix_cache=prefix_cache)
+        self.page_size = page_size
         self.dtype = dtype
         self.device = device
-        self._free = list(range(rows - 1, -1, -1))
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self.keys: list[Tensor] = []  # one a layer
+        self.values: list[Tensor] = []
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def tokens(self) -> int:
+        """Tokens that fit."""
+        return self.pool.total * self.page_size
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers allocated so far."""
-        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+        return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def take(self) -> int:
-        """A free row slot. Raises IndexError when none is left: ask `free` first."""
-        return self._free.pop()
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold positions [0, tokens)."""
+        return -(-tokens // self.page_size)
 
-    def give_back(self, row: int) -> None:
-        assert row not in self._free, f"row {row} was given back twice"
-        self._free.append(row)
+    def where(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Storage indices int64 of `positions` in a row with the page table `table` int64 [pages]."""
+        return np.asarray(table[positions // self.page_size] * self.page_size + positions % self.page_size)
 
-    def index(self, row: int, position: int) -> int:
-        """Storage index of a row's position."""
-        assert 0 <= position < self.length
-        return row * self.length + position
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage of a layer, shaped for tokens like key and value [T, kv_heads, head_dim] when it is new."""
+        if layer == len(self.keys):
+            self.keys.append(self._allocate(key))
+            self.values.append(self._allocate(value))
+        return self.keys[layer], self.values[layer]
 
     def write(self, layer: int, where: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [T, kv_heads, head_dim] at the storage indices `where` int64 [T]."""
-        if layer not in self._keys:
-            self._keys[layer] = self._allocate(key)
-            self._values[layer] = self._allocate(value)
-        self._keys[layer].index_copy_(0, where, key)
-        self._values[layer].index_copy_(0, where, value)
+        keys, values = self.layer(layer, key, value)
+        keys.index_copy_(0, where, key)
+        values.index_copy_(0, where, value)
 
-    def view(self, layer: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, kv_heads, end - begin, head_dim] of storage indices [begin, end), as views."""
-        keys, values = self._keys[layer][begin:end], self._values[layer][begin:end]
+    def read(self, layer: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies [1, kv_heads, n, head_dim] of the storage indices `where` int64 [n]."""
+        keys, values = self.keys[layer][where], self.values[layer][where]
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return torch.empty((self.rows * self.length, *like.shape[1:]), dtype=self.dtype, device=self.device)
+        return torch.empty((self.tokens, *like.shape[1:]), dtype=self.dtype, device=self.device)

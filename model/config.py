@@ -17,7 +17,9 @@ from model.errors import UserError
 CONFIG_KEY = "block_diffusion"
 METHODS = ("fast_dllm_v2",)
 MODES = ("diffusion", "ar")
-REFRESHES = ("always", "sub_block")
+REFRESHES = ("always", "sub_block", "every:N")
+FUSED = ("off", "masked_head", "speculative")
+NEVER = 1 << 30
 
 
 def nearest_key(name: str, known: Any) -> str:
@@ -101,7 +103,10 @@ class DecodeConfig:
 
     mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
     policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
-    refresh: when the whole block runs: "always" (exact), or "sub_block", the published sub-block cache (approximate).
+    refresh: when the whole block runs: "always" (exact); "sub_block", at the start of each sub-block only (the published
+    sub-block cache, approximate); "every:N", also after N - 1 steps of the sub-block alone ("every:1" is "always").
+    fused: whether a commit and the next block's first step share a forward: "off"; "speculative", with a guessed first
+    slot, the step kept only if the commit agrees (token for token as "off"); "masked_head", with that slot masked.
     """
 
     mode: str = "diffusion"
@@ -110,9 +115,19 @@ class DecodeConfig:
     steps: int | None = None
     sub_block_size: int | None = None
     refresh: str = "always"
+    fused: str = "off"
+
+    @property
+    def refresh_every(self) -> int:
+        """Steps from one forward of the whole block to the next, at most."""
+        if self.refresh.startswith("every:"):
+            count = self.refresh.removeprefix("every:")
+            return int(count) if count.isdecimal() and len(count) < 7 else 0
+        return {"always": 1, "sub_block": NEVER}.get(self.refresh, 0)
 
     def __post_init__(self) -> None:
-        _check(self.refresh in REFRESHES, f"refresh must be one of {', '.join(REFRESHES)}, not {self.refresh!r}.")
+        _check(self.refresh_every >= 1, f"refresh must be one of {', '.join(REFRESHES)}, not {self.refresh!r}.")
+        _check(self.fused in FUSED, f"fused must be one of {', '.join(FUSED)}, not {self.fused!r}.")
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}.")
         _check(0.0 < self.threshold <= 1.0, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
         _check(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps!r}.")

@@ -54,7 +54,7 @@ def _draws(turns: Sequence[Turn], slots: Slots, drawing: list[int], device: torc
         return None
     rows = [turns[i].row for i in slots.turn[slot]]
     asked = [row.request.sampling for row in rows]
-    steps = np.array([row.block_steps for row in rows], dtype=np.int64)
+    steps = np.array([turns[i].query.step for i in slots.turn[slot]], dtype=np.int64)
 
     def tensor(values: list[float] | list[int] | np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(values)).to(device)
@@ -66,14 +66,14 @@ def _draws(turns: Sequence[Turn], slots: Slots, drawing: list[int], device: torc
         top_k=tensor([s.top_k for s in asked]),
         seed=tensor([s.seed for s in asked]),
         position=tensor(slots.position[slot]),
-        step=tensor(np.where(slots.head[slot], 0, steps)),
+        step=tensor(np.where(slots.denoised[slot], steps, 0)),
     )
 
 
 def _opens(turns: Sequence[Turn], slots: Slots, confidence: Tensor) -> Tensor:
     """Bool [N]: heads always, other slots as their row's policy says."""
     opens = torch.from_numpy(slots.head).to(confidence.device)
-    denoised = np.flatnonzero(~slots.head)
+    denoised = np.flatnonzero(slots.denoised)
     names = np.array([turn.row.request.decode.policy for turn in turns])[slots.turn[denoised]]
     for name in np.unique(names):
         slot = denoised[names == name]
@@ -94,6 +94,6 @@ def _ask_policy(name: str, turns: Sequence[Turn], slots: Slots, slot: np.ndarray
         confidence=confidence.new_zeros(shape).index_put_(at, confidence),
         candidates=torch.zeros(shape, dtype=torch.bool, device=device).index_put_(at, true),
         threshold=torch.tensor([row.request.decode.threshold for row in rows], dtype=confidence.dtype, device=device),
-        steps_left=torch.tensor([row.steps_left for row in rows], device=device),
+        steps_left=torch.tensor([turns[i].query.steps_left for i in members], device=device),
     )
     return POLICIES[name](inputs)[at]

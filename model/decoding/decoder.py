@@ -8,6 +8,7 @@ runs only on the slots that are decided from. The device is read once a round, f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,28 +21,37 @@ from model.cache import BlockCache
 from model.decoding.choices import Choices, decide
 from model.decoding.packing import Packed, Slots, Turn, pack
 from model.decoding.requests import GenerationRequest, check_request
-from model.decoding.row import Phase, Reveal, Row
+from model.decoding.row import MASKED, Phase, Reveal, Row
 from model.errors import UserError
 from model.packed_linear import can_pack, pack_linears
+from model.pages import Key, chain_keys
+
+
+PAGE_SIZE = 32  # of a model that was not adapted
+DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn did. reveals: the positions decided, with confidences; error: why the row cannot go on."""
+    """What a turn did. phase: as it is counted; reveals: the positions decided, with confidences, of the block that
+    begins at block_start; error: why the row cannot go on.
+    """
 
     row: Row
     phase: Phase
     reveals: tuple[Reveal, ...] = ()
+    block_start: int = 0
     error: str | None = None
 
 
 class Decoder:
-    """The model, its cache and the round. Rows are admitted into a free slot and released; one thread at a time.
+    """The model, its paged cache and the round. One thread at a time.
 
-    rows: how many run at once. max_length: longest prompt and answer together, in tokens (at most the model's context).
-    pack_weights: on CPU, multiply with packed copies of the linear layers, which replace the model's own in place (see
-    `model.packed_linear`). ban_mask_token: whether blocks are decided without the mask token in the distribution; the
-    published reference leaves it in, which only parity tests want.
+    rows: how many run at once, for the cache's default size. max_length: longest prompt and answer together, in tokens
+    (at most the model's context). pages: of one block each; by default room for all rows, but not for more than
+    DEFAULT_TOKENS tokens. pack_weights: on CPU, multiply with packed copies of the linear layers, which replace the
+    model's own in place (see `model.packed_linear`). ban_mask_token: whether blocks are decided without the mask token
+    in the distribution; the published reference leaves it in, which only parity tests want.
     """
 
     def __init__(
@@ -50,6 +60,8 @@ class Decoder:
         *,
         rows: int,
         max_length: int | None = None,
+        pages: int | None = None,
+        prefix_cache: bool = True,
         pack_weights: bool = True,
         ban_mask_token: bool = True,
     ) -> None:
@@ -62,11 +74,21 @@ class Decoder:
         if pack_weights and can_pack(model):
             pack_linears(model)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.cache = BlockCache(rows, self.max_length, dtype=model.dtype, device=model.device)
+        page_size = backbone.block_diffusion.block_size if backbone.block_diffusion else PAGE_SIZE
+        longest = -(-self.max_length // page_size)
+        pages = pages or max(longest, min(rows * longest, DEFAULT_TOKENS // page_size))
+        if pages < longest:
+            raise UserError(
+                f"pages {pages} of {page_size} tokens do not hold one row of {self.max_length}: "
+                f"give at least {longest}, or a smaller max_length."
+            )
+        self.cache = BlockCache(
+            pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache
+        )
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
         with torch.inference_mode():
-            self._forward(pack([], self.cache, self.mask_token_id))  # allocates every layer's cache; fails early
+            self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
 
     def check(self, request: GenerationRequest) -> None:
         """Raises UserError for a request that can never run here."""
@@ -78,28 +100,86 @@ class Decoder:
             bos_token_id=self.backbone.tokenizer.bos_token_id,
         )
 
-    def admit(self, request: GenerationRequest) -> Row:
-        """A row for a checked request; `cache.free` says how many fit. An empty prompt starts from bos."""
+    # ------------------------------------------------------------------------------------------- rows and their pages
+    def make_row(self, request: GenerationRequest) -> Row:
+        """A row for a checked request, without pages yet. An empty prompt starts from bos."""
         backbone = self.backbone
         if not request.prompt_ids:
             request = replace(request, prompt_ids=(int(backbone.tokenizer.bos_token_id),))
-        return Row(request, self.cache.take(), self.max_length, backbone.block_diffusion, backbone.tokenizer)
+        return Row(request, self.max_length, backbone.block_diffusion, backbone.tokenizer)
+
+    def pages_to_admit(self, row: Row) -> int:
+        """Pages that a row without pages takes from the available ones to encode what it must and begin its block."""
+        found = self._find(row)
+        total = self.cache.pages_for(min(row.encode_until + row.block_size, row.end))
+        return total - len(found) + self.cache.pool.needed(found)
+
+    def admit(self, row: Row) -> None:
+        """Give a row that begins, or begins again, the pages that hold its first blocks already."""
+        found = self._find(row)
+        self.cache.pool.share(found)
+        row.pages = found
+        row.keys = self._keys(row, len(found) * self.cache.page_size)
+        row.adopt(len(found) * self.cache.page_size)
+
+    def missing_pages(self, turn: Turn) -> int:
+        """Pages that the row lacks for this turn."""
+        return max(0, self.cache.pages_for(turn.query.end) - len(turn.row.pages))
+
+    def supply(self, turn: Turn) -> None:
+        """Take the pages that the turn needs. Raises IndexError when they are not available."""
+        for _ in range(self.missing_pages(turn)):
+            turn.row.pages.append(self.cache.pool.take())
+
+    def preempt(self, row: Row) -> None:
+        """Take a row's pages away; it goes on exactly where it was once it is admitted again."""
+        self.cache.pool.release(row.pages)
+        row.preempt()
 
     def release(self, row: Row) -> None:
-        """Give the row's slot back, finished or not."""
-        self.cache.give_back(row.slot)
+        """Give the row's pages back, finished or not."""
+        self.cache.pool.release(row.pages)
+        row.pages = []
 
+    def _find(self, row: Row) -> list[int]:
+        """Pages in the prefix cache that hold the row's first blocks. A prompt's last logit must still be computed."""
+        undecided = row.encode_until < row.end and row.state[row.encode_until] == MASKED
+        return self.cache.pool.find(self._keys(row, row.encode_until - int(undecided)))
+
+    def _keys(self, row: Row, tokens: int) -> list[Key]:
+        return chain_keys(self._salt(row), row.tokens[:tokens], self.cache.page_size)
+
+    def _salt(self, row: Row) -> Key:
+        """Everything but the tokens that keys and values depend on."""
+        backbone = self.backbone
+        what = (backbone.name, backbone.revision, str(self.cache.dtype), self.cache.page_size, row.block_size)
+        return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+    def _publish(self, row: Row) -> None:
+        """Let others find the row's blocks that are committed now."""
+        size = self.cache.page_size
+        for index in range(len(row.keys), row.committed // size):
+            parent = row.keys[-1] if row.keys else self._salt(row)
+            row.keys += chain_keys(parent, row.tokens[index * size : (index + 1) * size], size)
+            self.cache.pool.publish(row.pages[index], row.keys[index])
+
+    # ------------------------------------------------------------------------------------------- the round
     def step(self, turns: Sequence[Turn]) -> list[Outcome]:
-        """Run one forward over all turns and apply what it decided; one outcome a turn."""
+        """Run one forward over all turns and apply what it decided; one outcome a turn. Supplies pages that lack."""
+        for turn in turns:
+            self.supply(turn)
         with torch.inference_mode():
-            packed = pack(turns, self.cache, self.mask_token_id)
+            packed = pack(turns, self.cache)
             logits = self._forward(packed)
             choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
         bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
-        return [
-            _apply(turn, phase, packed.slots, choices, range(bounds[i], bounds[i + 1]))
-            for i, (turn, phase) in enumerate(zip(turns, packed.phases, strict=True))
+        outcomes = [
+            _apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)
         ]
+        for outcome in outcomes:
+            if outcome.error is None:
+                self._publish(outcome.row)
+        return outcomes
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""
@@ -114,19 +194,21 @@ class Decoder:
         return logits
 
 
-def _apply(turn: Turn, phase: Phase, slots: Slots, choices: Choices, mine: range) -> Outcome:
+def _apply(turn: Turn, slots: Slots, choices: Choices, mine: range) -> Outcome:
     """Move one row on by what its slots decided."""
-    row = turn.row
+    row, query = turn.row, turn.query
     if np.isnan(choices.confidence[mine]).any():
         where = int(slots.position[mine[0]])
         why = f"The model's logits are not finite at position {where}: its weights may be damaged."
-        return Outcome(row, phase, error=why)
-    opened = [i for i in mine if choices.opens[i]]
-    reveals = tuple(Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i])) for i in opened)
-    if phase is Phase.DENOISE:
-        row.revealed(reveals)
-    elif phase is Phase.COMMIT:
-        row.block_committed(reveals[0].token)
-    else:
-        row.prefilled(turn.count, reveals[0].token if reveals else None)
-    return Outcome(row, phase, reveals)
+        return Outcome(row, query.phase, error=why)
+    opened = [
+        Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i]))
+        for i in mine
+        if choices.opens[i]
+    ]
+    head = opened.pop(0) if query.head else None
+    guess = int(choices.token[mine[-1]]) if query.guess else None
+    counted = row.apply(query, head, opened, guess)
+    phase = Phase.DENOISE if counted else query.phase
+    revealed = counted if head is None else (head, *counted)
+    return Outcome(row, phase, revealed, query.block_start)

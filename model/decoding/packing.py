@@ -8,15 +8,15 @@ multiple of 4. So a row's numbers do not depend on how much else is in the forwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model.cache import BlockCache
-from model.decoding.plan import DecodePlan, Piece, row_pieces
-from model.decoding.row import Phase, Row
+from model.decoding.plan import DecodePlan, Piece
+from model.decoding.row import Query, Row
 
 ROUND_TO = 4
 NONE = np.zeros(0, dtype=np.int64)
@@ -24,10 +24,14 @@ NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Turn:
-    """What a row does in a round: its next phase, over `count` tokens (a prefill chunk's length; else its query)."""
+    """What a row does in a round: its next query, over `count` tokens of the prompt where it prefills (else ignored)."""
 
     row: Row
-    count: int
+    count: int = 0
+    query: Query = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query", self.row.next_query(self.count))
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Slots:
     """N slots of all rows of a round that are decided from a logit, as parallel int64 arrays [N], in turn order.
 
     turn: index of the row's turn. read: packed index whose logit predicts the slot. column: place in the working block;
-    HEAD for a block's first slot, which is decided outright.
+    HEAD for a block's first slot, which is decided outright; GUESS for the first slot of the block behind, not decided.
     """
 
     turn: np.ndarray
@@ -44,51 +48,26 @@ class Slots:
     column: np.ndarray
 
     HEAD = -1
+    GUESS = -2
 
     @property
     def head(self) -> np.ndarray:
         return self.column == self.HEAD
 
+    @property
+    def denoised(self) -> np.ndarray:
+        return self.column >= 0
+
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward: ids and positions int64 [1, T], `read` int64 [N], all padded; plan, slots, and each turn's phase."""
+    """One forward: ids and positions int64 [1, T], `read` int64 [N], all padded; plan and slots."""
 
     ids: Tensor
     positions: Tensor
     read: Tensor
     plan: DecodePlan
     slots: Slots
-    phases: list[Phase]
-
-
-@dataclass
-class _Part:
-    """One turn's share of the forward, positions [start, end) of its row from packed index `offset` on."""
-
-    row: Row
-    phase: Phase
-    offset: int
-    start: int
-    end: int
-
-    def pieces(self, cache: BlockCache) -> list[Piece]:
-        row, count, begin = self.row, self.end - self.start, cache.index(self.row.slot, 0)
-        visible = self.end if self.phase is Phase.PREFILL else row.block_end
-        return row_pieces(Piece(self.offset, count, begin, self.start, visible, row.causal), row.block_size)
-
-    def slots(self, index: int) -> tuple[np.ndarray, ...]:
-        """(turn, read, position, column) of the slots that this turn decides from."""
-        count = self.end - self.start
-        if self.phase is Phase.DENOISE:
-            position = self.row.candidates()
-            assert position[0] > self.start, "a slot is predicted by the one before it, which must be in the forward"
-            read, column = self.offset + position - 1 - self.start, position - self.row.committed
-        elif self.row.decides_head(self.phase, count):
-            position, read, column = np.array([self.end]), np.array([self.offset + count - 1]), np.array([Slots.HEAD])
-        else:
-            position = read = column = NONE
-        return np.full(len(position), index), read, position, column
 
 
 def padded(count: int) -> int:
@@ -96,30 +75,45 @@ def padded(count: int) -> int:
     return -(-count // ROUND_TO) * ROUND_TO
 
 
-def pack(turns: Sequence[Turn], cache: BlockCache, mask_token_id: int | None) -> Packed:
+def pack(turns: Sequence[Turn], cache: BlockCache) -> Packed:
     """One forward over all turns; no turns give a forward of padding only."""
-    parts: list[_Part] = []
-    offset = 0
-    for turn in turns:
-        row, phase = turn.row, turn.row.phase
-        start, end = (row.committed, row.committed + turn.count) if phase is Phase.PREFILL else row.query
-        parts.append(_Part(row, phase, offset, start, end))
-        offset += end - start
-    spans = [np.arange(p.start, p.end) for p in parts]
-    storage = [cache.index(p.row.slot, 0) + span for p, span in zip(parts, spans, strict=True)]
-    slots = [p.slots(i) for i, p in enumerate(parts)] or [(NONE, NONE, NONE, NONE)]
+    lengths = [len(turn.query) for turn in turns]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    spans = [np.arange(turn.query.start, turn.query.end) for turn in turns]
+    tables = [np.array(turn.row.pages, dtype=np.int64) for turn in turns]
+    where = [cache.where(table, span) for table, span in zip(tables, spans, strict=True)]
+    slots = [_slots(i, turn.query, int(offsets[i])) for i, turn in enumerate(turns)] or [(NONE, NONE, NONE, NONE)]
     joined = Slots(*(np.concatenate(column) for column in zip(*slots, strict=True)))
-    pieces = [piece for p in parts for piece in p.pieces(cache)]
-    where = torch.from_numpy(np.concatenate([NONE, *storage])).to(cache.device)
-    canvases = [p.row.canvas(p.start, p.end, mask_token_id) for p in parts]
+    pieces = [_piece(turn, int(offset), table) for turn, offset, table in zip(turns, offsets[:-1], tables, strict=True)]
     return Packed(
-        ids=_padded_tensor(canvases, cache.device, at_least=1)[None],
+        ids=_padded_tensor([turn.query.ids for turn in turns], cache.device, at_least=1)[None],
         positions=_padded_tensor(spans, cache.device, at_least=1)[None],
         read=_padded_tensor([joined.read], cache.device),
-        plan=DecodePlan(cache, pieces, where),
+        plan=DecodePlan(cache, pieces, torch.from_numpy(np.concatenate([NONE, *where])).to(cache.device)),
         slots=joined,
-        phases=[p.phase for p in parts],
     )
+
+
+def _piece(turn: Turn, offset: int, table: np.ndarray) -> Piece:
+    """A row's attention. A sub-block's query sees its whole working block, which lies in the cache behind it."""
+    row, query = turn.row, turn.query
+    visible = max(query.end, row.block_end) if len(query.candidates) else query.end
+    return Piece(offset, len(query), query.start, visible, row.block_size, table)
+
+
+def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
+    """(turn, read, position, column) of the slots that a turn decides from: head, candidates, guess."""
+    positions = [query.candidates]
+    columns = [query.candidates - query.block_start]
+    assert not len(query.candidates) or query.candidates[0] > query.start, "the logit before a slot must be there"
+    if query.head:
+        positions.insert(0, np.array([query.keep]))
+        columns.insert(0, np.array([Slots.HEAD]))
+    if query.guess:
+        positions.append(np.array([query.end]))
+        columns.append(np.array([Slots.GUESS]))
+    position = np.concatenate(positions)
+    return np.full(len(position), index), offset + position - 1 - query.start, position, np.concatenate(columns)
 
 
 def _padded_tensor(parts: Sequence[np.ndarray], device: torch.device, *, at_least: int = 0) -> Tensor:

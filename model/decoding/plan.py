@@ -1,15 +1,18 @@
-"""Attention of one decoding forward: rows of different phases, packed into [1, T], each over its own stretch of cache.
+"""Attention of one decoding forward: rows of different phases, packed into [1, T], each over its own pages.
 
-A forward is a list of pieces; a piece is consecutive query tokens of one row. All queries of a piece see the row's
-positions [0, visible); in AR rows (`causal`) a query sees only up to itself. Block-causal prefill of n blocks is n
-pieces, one a block, so an attention call has the same shape whatever the chunk, the batch or the neighbours: nothing
-there can make a row depend on them. Keys and values are written to the cache first and read as views of it.
+A forward is a list of pieces, one a row: consecutive query tokens of the row and how far each of them sees. `span` is
+the row's mask in one number: a query sees to the end of its own span, so 1 is causal and the block size is
+block-causal. One piece may therefore hold a prefill chunk of many blocks, or a commit and the next block's canvas.
+Keys and values are written to the pages first. The PyTorch path below reads them as a copy a piece, then attends span
+by span with views of it: a call has the same shape whatever the chunk, the pages or the neighbours, so nothing there
+can make a row depend on them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,36 +24,47 @@ from model.cache import BlockCache
 class Piece:
     """`count` queries from packed index `offset` on, at the row's positions from `position` on.
 
-    begin: storage index of the row's position 0. visible: positions that the last query sees.
+    visible: positions the row holds after this forward; span: see above; table: the row's pages, int64 [pages].
     """
 
     offset: int
     count: int
-    begin: int
+    position: int
+    visible: int
+    span: int
+    table: np.ndarray
+
+    def spans(self) -> list[Span]:
+        """The piece cut where its queries begin to see further; a causal piece stays whole."""
+        if self.span == 1:
+            return [Span(self.offset, self.count, self.position, self.visible, True)]
+        end = self.position + self.count
+        starts = [self.position, *range((self.position // self.span + 1) * self.span, end, self.span)]
+        ends = [*starts[1:], end]
+        return [
+            Span(self.offset + a - self.position, b - a, a, min((a // self.span + 1) * self.span, self.visible), False)
+            for a, b in zip(starts, ends, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries of a piece that see the same positions [0, visible), or in a causal piece at most up to themselves."""
+
+    offset: int
+    count: int
     position: int
     visible: int
     causal: bool
 
     def first_key(self, sliding_window: int | None) -> int:
-        """First position that any query of the piece reaches."""
+        """First position that any query reaches."""
         return 0 if sliding_window is None else max(0, self.position - sliding_window + 1)
 
     def needs_mask(self, sliding_window: int | None) -> bool:
         """False where every query sees every key of the stretch."""
-        several = self.count > 1
         slides = sliding_window is not None and self.position + self.count > sliding_window
-        return several and (self.causal or slides)
-
-
-def row_pieces(whole: Piece, block_size: int) -> list[Piece]:
-    """`whole` itself where it is causal or stays in one block; a block-causal chunk as one piece a block."""
-    if whole.causal or whole.count <= block_size:
-        return [whole]
-    starts = range(0, whole.count, block_size)
-    return [
-        Piece(whole.offset + i, block_size, whole.begin, whole.position + i, whole.position + i + block_size, False)
-        for i in starts
-    ]
+        return self.count > 1 and (self.causal or slides)
 
 
 @dataclass
@@ -60,7 +74,8 @@ class DecodePlan:
     cache: BlockCache
     pieces: list[Piece]
     where: Tensor
-    _biases: dict[tuple[Piece, int | None], Tensor] = field(init=False, default_factory=dict)
+    _biases: dict[tuple[Span, int | None], Tensor] = field(init=False, default_factory=dict)
+    _storage: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
@@ -69,30 +84,41 @@ class DecodePlan:
         tokens = self.where.shape[0]
         self.cache.write(layer, self.where, key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1))
         out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
-        for piece in self.pieces:
-            span = slice(piece.offset, piece.offset + piece.count)
-            out[span] = self._attend_piece(layer, piece, query[0, :, span], scale, sliding_window)
+        for index, piece in enumerate(self.pieces):
+            keys, values = self.cache.read(layer, self._where(index, piece))
+            for span in piece.spans():
+                here = slice(span.offset, span.offset + span.count)
+                out[here] = self._attend_span(span, query[0, :, here], keys, values, scale, sliding_window)
         out[tokens:] = 0
         return out.transpose(0, 1)[None]
 
-    def _attend_piece(self, layer: int, piece: Piece, query: Tensor, scale: float, window: int | None) -> Tensor:
+    def _where(self, index: int, piece: Piece) -> Tensor:
+        """Storage indices of a piece's positions [0, visible), made once a forward."""
+        if index not in self._storage:
+            where = self.cache.where(piece.table, np.arange(piece.visible))
+            self._storage[index] = torch.from_numpy(where).to(self.where.device)
+        return self._storage[index]
+
+    def _attend_span(
+        self, span: Span, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """query [Hq, n, D] -> [n, Hq, D]. The query heads of a group are folded into the query length."""
-        first = piece.first_key(window)
-        key, value = self.cache.view(layer, piece.begin + first, piece.begin + piece.visible)
+        seen = slice(span.first_key(window), span.visible)
+        key, value = keys[:, :, seen], values[:, :, seen]
         heads, count, width = query.shape
         folded = query.reshape(1, key.shape[1], -1, width)
-        bias = self._bias(piece, window, folded) if piece.needs_mask(window) else None
+        bias = self._bias(span, window, folded) if span.needs_mask(window) else None
         out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
         return out.view(heads, count, value.shape[3]).transpose(0, 1)
 
-    def _bias(self, piece: Piece, sliding_window: int | None, folded: Tensor) -> Tensor:
+    def _bias(self, span: Span, sliding_window: int | None, folded: Tensor) -> Tensor:
         """Additive mask [group * n, keys], made once a forward."""
-        if (piece, sliding_window) not in self._biases:
-            q = torch.arange(piece.position, piece.position + piece.count, device=folded.device)[:, None]
-            k = torch.arange(piece.first_key(sliding_window), piece.visible, device=folded.device)[None]
-            hidden = k > q if piece.causal else torch.zeros_like(k > q)
+        if (span, sliding_window) not in self._biases:
+            q = torch.arange(span.position, span.position + span.count, device=folded.device)[:, None]
+            k = torch.arange(span.first_key(sliding_window), span.visible, device=folded.device)[None]
+            hidden = k > q if span.causal else torch.zeros_like(k > q)
             if sliding_window is not None:
                 hidden = hidden | (q - k >= sliding_window)
             bias = torch.zeros(hidden.shape, dtype=folded.dtype, device=folded.device).masked_fill_(hidden, -torch.inf)
-            self._biases[piece, sliding_window] = bias.repeat(folded.shape[2] // piece.count, 1)
-        return self._biases[piece, sliding_window]
+            self._biases[span, sliding_window] = bias.repeat(folded.shape[2] // span.count, 1)
+        return self._biases[span, sliding_window]

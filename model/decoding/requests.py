@@ -62,6 +62,11 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     trace: bool = False
 
+    @property
+    def fused(self) -> str:
+        """The commit form the row runs: AR rows have nothing to fuse."""
+        return "off" if self.decode.mode == "ar" else self.decode.fused
+
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens!r}.")
         _check(all(self.stop_strings), "stop must not hold an empty string.")
@@ -72,7 +77,8 @@ class GenerationResult:
     """An answer. `token_ids` include the stop token, `text` shows neither it nor a stop string.
 
     forwards: forwards the row took part in, by phase ("prefill", "denoise", "commit"); an AR step counts as a commit,
-    it is one of a block of one token. steps_per_block: denoising steps of each block that needed any.
+    it is one of a block of one token, and a forward that fused a commit with a step counts as that step.
+    steps_per_block: denoising steps of each block that needed any. cached_tokens: of the prompt, not encoded again.
     """
 
     id: str
@@ -82,6 +88,7 @@ class GenerationResult:
     prompt_tokens: int
     forwards: dict[str, int]
     steps_per_block: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check(self.finish_reason in ("stop", "length"), f"finish_reason {self.finish_reason!r} is not known.")

@@ -4,19 +4,28 @@ Every position is masked, decided or committed (its keys and values are in the c
 never guessed from a token's value, so a prompt may hold the mask token. Positions of a row, K = 4, prompt of 6:
 
     [cccc dduu]            prompt's whole blocks committed, its tail decided at the head of the working block
-          ^ block_start    d decided, u masked (unknown)
-    PREFILL until the prompt's whole blocks are committed; its last logit decides position 0 of the next block
+          ^ committed      d decided, u masked (unknown)
+    PREFILL until `encode_until` is committed; the prompt's last logit decides position 0 of the next block
     DENOISE while the working block has a mask: reveal slots of the leftmost sub-block that has one
     COMMIT  a full block: its keys and values stay, its last logit decides the first slot of the next block
     DONE    a stop was decided with nothing masked before it, or max_tokens are decided
 
-AR mode is the same machine with blocks of one token: every step commits one and decides the next.
+A row says with `next_query` what it runs in the next forward, and learns with `apply` what came of it. A query may be
+fused, the clean tokens of a commit (or the prompt's last chunk) and the canvas of the block behind them in one piece:
+
+    start [cccc|muuu] end        `keep` stands between the two
+
+The slot at `keep`, decided from the logit before it in that same forward, is not known to the canvas: it stays masked
+(`masked_head`), or holds a guess (`speculative`) and the denoising counts only if the guess was right.
+
+AR mode is the same machine with blocks of one token: every step commits one and decides the next. A row that loses its
+pages (`preempt`) keeps its tokens and encodes them again; one with a sub-block cache also runs its last refresh again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -26,8 +35,10 @@ from model.config import BlockDiffusionConfig
 from model.decoding.policies import steps_of_sub_block
 from model.decoding.requests import GenerationRequest, GenerationResult
 from model.decoding.text import TextTracker
+from model.pages import Key
 
 MASKED, DECIDED, COMMITTED = 0, 1, 2
+NONE = np.zeros(0, dtype=np.int64)
 
 
 class Phase(StrEnum):
@@ -48,19 +59,51 @@ class Reveal:
     confidence: float
 
 
+@dataclass(frozen=True)
+class Query:
+    """What a row runs in one forward: positions [start, end), `ids` int64 as the model sees them.
+
+    [start, keep) are clean tokens that this forward commits, [keep, end) the canvas of a working block, or a part of
+    one. head: position `keep` is decided outright from the logit before it. candidates: masked positions int64 that
+    the policy chooses from, of the block that begins at `block_start`; step and steps_left: denoising steps which that
+    block has had, and which its policy's budget grants. guess: the last logit also guesses position `end`. assumed:
+    the guess that stands at `keep` in the canvas.
+    """
+
+    phase: Phase
+    start: int
+    keep: int
+    end: int
+    ids: np.ndarray
+    head: bool = False
+    candidates: np.ndarray = field(default_factory=lambda: NONE)
+    block_start: int = 0
+    step: int = 0
+    steps_left: int = 1
+    guess: bool = False
+    assumed: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.start <= self.keep or self.phase is Phase.DENOISE
+        assert self.start < self.end, "a query runs at least one token"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
 class Row:
-    """A running request. `slot` is its row in the cache, `max_length` the longest row in tokens (prompt and answer)."""
+    """A running request. `pages` are its pages of the cache; `max_length` the longest row in tokens (prompt, answer)."""
 
     def __init__(
         self,
         request: GenerationRequest,
-        slot: int,
         max_length: int,
         block_diffusion: BlockDiffusionConfig | None,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.request = request
-        self.slot = slot
+        self.pages: list[int] = []
+        self.keys: list[Key] = []  # of the pages that were published or found
         self.block_size, self.sub_block_size = _sizes(request, block_diffusion)
         self.prompt_length = len(request.prompt_ids)
         self.limit = self.prompt_length + request.max_tokens
@@ -71,13 +114,20 @@ class Row:
         self.tokens[: self.prompt_length] = request.prompt_ids
         self.state[: self.prompt_length] = DECIDED
         self.committed = 0
+        self.encode_until = self.prompt_length // self.block_size * self.block_size
         self.frontier = self.prompt_length  # end of the contiguous decided prefix
         self.finish_reason: str | None = None
         self.forwards = {"prefill": 0, "denoise": 0, "commit": 0}
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache
         self.steps_per_block: list[int] = []
         self.block_steps = 0
         self._sub_block_steps = 0
-        self._block_cached = False
+        self._mask_token_id = block_diffusion.mask_token_id if block_diffusion else 0
+        self._refresh_every = request.decode.refresh_every
+        self._refreshed: np.ndarray | None = None  # the working block as its last whole forward saw it
+        self._since_refresh = 0
+        self._replay = False  # the pages were lost: run `_refreshed` again before going on
+        self._guess: int | None = None
         self._delivered = self.prompt_length
         self._stop_ids = request.stop_token_ids | _special_stops(request.stop_strings, tokenizer)
         self._text = TextTracker(tokenizer, request.stop_strings)
@@ -90,8 +140,9 @@ class Row:
 
     @property
     def prefill_left(self) -> int:
-        """Prompt tokens of whole blocks that are not in the cache yet."""
-        return max(0, self.prompt_length // self.block_size * self.block_size - self.committed)
+        """Tokens of whole blocks that are not in the cache yet (and the working block, to be replayed)."""
+        replay = self.block_end - self.committed if self._replay else 0
+        return max(0, self.encode_until - self.committed) + replay
 
     @property
     def block_end(self) -> int:
@@ -103,98 +154,152 @@ class Row:
             return Phase.DONE
         if self.prefill_left:
             return Phase.PREFILL
-        return Phase.DENOISE if self._first_masked() < self.block_end else Phase.COMMIT
+        return Phase.DENOISE if self.frontier < self.block_end else Phase.COMMIT
 
-    @property
-    def query(self) -> tuple[int, int]:
-        """Positions [start, end) whose tokens the next decoding forward must run."""
-        if self.phase is Phase.DENOISE and self._partial():
-            return self.sub_block
-        return self.committed, self.block_end
+    def next_query(self, tokens: int = 0) -> Query:
+        """The next forward's share of this row. tokens: of a prefill chunk, whole blocks; else ignored."""
+        phase = self.phase
+        assert phase is not Phase.DONE, "the row has finished"
+        if phase is Phase.DENOISE:
+            return self._denoise()
+        if phase is Phase.COMMIT:
+            return self._keep(phase, self.block_end)
+        if self.committed < self.encode_until:
+            return self._keep(phase, min(self.committed + tokens, self.encode_until))
+        assert self._refreshed is not None, "only a block that was run can be replayed"
+        return Query(phase, self.committed, self.committed, self.block_end, self._refreshed)
 
-    @property
-    def sub_block(self) -> tuple[int, int]:
-        """Positions [start, end) of the active sub-block: the leftmost that holds a mask."""
-        start = self._first_masked() // self.sub_block_size * self.sub_block_size
-        return start, min(start + self.sub_block_size, self.block_end)
+    def _denoise(self) -> Query:
+        candidates = self._candidates(self.committed, head_known=True)
+        start = self.committed
+        end = self.block_end
+        if self._partial(candidates):
+            start = int(candidates[0]) // self.sub_block_size * self.sub_block_size
+            end = min(start + self.sub_block_size, end)
+        last = int(candidates[0]) // self.sub_block_size * self.sub_block_size + self.sub_block_size >= self.block_end
+        return Query(
+            Phase.DENOISE,
+            start,
+            self.committed,
+            end,
+            self._canvas(start, end),
+            candidates=candidates,
+            block_start=self.committed,
+            step=self.block_steps,
+            steps_left=self._steps_left(candidates, self._sub_block_steps),
+            guess=last and self.request.fused == "speculative" and self.block_end < self.end,
+        )
 
-    def candidates(self) -> np.ndarray:
-        """Masked positions of the active sub-block, ascending."""
-        start, end = self.sub_block
-        return start + np.flatnonzero(self.state[start:end] == MASKED)
+    def _keep(self, phase: Phase, keep: int) -> Query:
+        """A prefill chunk or a commit, with the canvas of the next block behind it where the request fuses them."""
+        start = self.committed
+        head = (phase is Phase.COMMIT or keep == self.encode_until) and self.state[keep] == MASKED
+        candidates = self._candidates(keep, head_known=False) if self._fuses(phase, keep, head) else NONE
+        if not len(candidates):
+            return Query(phase, start, keep, keep, self.tokens[start:keep], head=head)
+        end = min(keep + self.block_size, self.end)
+        assumed = self._guess if head and self.request.fused == "speculative" else None
+        canvas = self._canvas(keep, end)
+        if assumed is not None:
+            canvas[0] = assumed
+        fresh = phase is Phase.COMMIT
+        return Query(
+            phase,
+            start,
+            keep,
+            end,
+            np.concatenate([self.tokens[start:keep], canvas]),
+            head=head,
+            candidates=candidates,
+            block_start=keep,
+            step=0 if fresh else self.block_steps,
+            steps_left=self._steps_left(candidates, 0 if fresh else self._sub_block_steps),
+            assumed=assumed,
+        )
 
-    @property
-    def steps_left(self) -> int:
-        """Steps that the `static` policy's budget still grants the active sub-block, this one included."""
+    def _fuses(self, phase: Phase, keep: int, head: bool) -> bool:
+        """Whether the block at `keep` may be denoised in the forward that commits what stands before it."""
+        fused = self.request.fused
+        if self.causal or fused == "off" or self._replay or (phase is Phase.PREFILL and keep < self.encode_until):
+            return False
+        return fused == "masked_head" or not head or self._guess is not None
+
+    def _candidates(self, start: int, *, head_known: bool) -> np.ndarray:
+        """Masked positions of the leftmost sub-block that has one, in the block at `start`; not `start` itself unless
+        `head_known`: then it is never masked."""
+        begin = start if head_known else start + 1
+        masked = begin + np.flatnonzero(self.state[begin : min(start + self.block_size, self.end)] == MASKED)
+        if not len(masked):
+            return masked
+        sub_block_end = (masked[0] // self.sub_block_size + 1) * self.sub_block_size
+        return masked[masked < sub_block_end]
+
+    def _steps_left(self, candidates: np.ndarray, taken: int) -> int:
+        """Steps that the `static` policy's budget still grants the candidates' sub-block, this one included."""
         steps = self.request.decode.steps or self.block_size
-        index = (self.sub_block[0] - self.committed) // self.sub_block_size
+        index = int(candidates[0]) % self.block_size // self.sub_block_size
         granted = steps_of_sub_block(steps, index, self.block_size // self.sub_block_size)
-        return max(1, granted - self._sub_block_steps)
+        return max(1, granted - taken)
 
-    def canvas(self, start: int, end: int, mask_token_id: int | None) -> np.ndarray:
+    def _canvas(self, start: int, end: int) -> np.ndarray:
         """Ids of positions [start, end) as the model sees them: the mask token where masked."""
-        tokens = self.tokens[start:end]
-        masked = self.state[start:end] == MASKED
-        if not masked.any():
-            return tokens
-        assert mask_token_id is not None, "only diffusion rows have masked positions in a forward"
-        return np.where(masked, mask_token_id, tokens)
+        return np.where(self.state[start:end] == MASKED, self._mask_token_id, self.tokens[start:end])
 
-    def _first_masked(self) -> int:
-        """The working block's first masked position, its end where none is: the decided prefix ends there."""
-        return min(self.frontier, self.block_end)
-
-    def _partial(self) -> bool:
+    def _partial(self, candidates: np.ndarray) -> bool:
         """Sub-block cache: only the sub-block runs, once the block is cached and its first slot needs no logit."""
-        cached = self._block_cached and self.request.decode.refresh == "sub_block"
-        return cached and self.state[self.sub_block[0]] != MASKED
+        cached = self._refreshed is not None and self._since_refresh < self._refresh_every
+        return cached and candidates[0] % self.sub_block_size != 0
 
     # ------------------------------------------------------------------------------------------- what a forward brings
-    def decides_head(self, phase: Phase, count: int) -> bool:
-        """Whether the last logit of this prefill or commit decides the position behind it."""
-        if phase is Phase.COMMIT:
-            return True
-        return phase is Phase.PREFILL and self.committed + count == self.prompt_length
+    def apply(
+        self, query: Query, head: Reveal | None, reveals: Sequence[Reveal], guess: int | None = None
+    ) -> tuple[Reveal, ...]:
+        """Take in what the forward of `query` decided; returns the reveals that count.
 
-    def prefilled(self, count: int, head: int | None) -> None:
-        """`count` prompt tokens entered the cache; `head`: the token decided behind them, if any."""
-        self.forwards["prefill"] += 1
-        self._commit(self.committed + count, head)
+        head: the slot at `keep`; reveals: opened candidates; guess: a token for position `end`, where asked.
+        """
+        if query.keep > query.start:
+            if query.phase is Phase.COMMIT:
+                self._close_block()
+            self.state[query.start : query.keep] = COMMITTED
+            self.committed = query.keep
+        elif query.phase is Phase.PREFILL:
+            self._replay = False
+        if head is not None:
+            self._decide(head)
+        wrong = query.assumed is not None and (head is None or head.token != query.assumed)
+        if wrong or self.finish_reason is not None or not len(query.candidates):
+            self.forwards[query.phase] += 1
+            return ()
+        self._denoised(query, reveals, guess)
+        return tuple(reveals)
 
-    def block_committed(self, head: int) -> None:
-        """The working block entered the cache; `head` is the first token of the next one."""
-        self.forwards["commit"] += 1
-        self._close_block()
-        self._commit(self.block_end, head)
-
-    def revealed(self, reveals: Iterable[Reveal]) -> None:
-        """One denoising step: these positions are decided now."""
-        before = self.sub_block
-        self._block_cached = self._block_cached or not self._partial()
-        for reveal in reveals:
-            assert self.state[reveal.position] == MASKED, f"position {reveal.position} was decided already"
-            self.tokens[reveal.position] = reveal.token
-            self.state[reveal.position] = DECIDED
-        self.forwards["denoise"] += 1
+    def _denoised(self, query: Query, reveals: Sequence[Reveal], guess: int | None) -> None:
+        """One denoising step, alone or fused."""
+        if query.start <= query.block_start and query.end == min(query.block_start + self.block_size, self.end):
+            self._refreshed = query.ids[query.block_start - query.start :]
+            self._since_refresh = 0
+        self._since_refresh += 1
+        self.forwards[Phase.DENOISE] += 1
         self.block_steps += 1
         self._sub_block_steps += 1
-        self._advance()
-        if self.frontier >= before[1]:
+        for reveal in reveals:
+            self._decide(reveal)
+        if self.finish_reason is None and len(reveals) == len(query.candidates):
             self._sub_block_steps = 0
+            self._guess = guess
 
-    def _commit(self, end: int, head: int | None) -> None:
-        self.state[self.committed : end] = COMMITTED
-        self.committed = end
-        if head is not None:
-            self.tokens[end] = head
-            self.state[end] = DECIDED
-            self._advance()
+    def _decide(self, reveal: Reveal) -> None:
+        assert self.state[reveal.position] == MASKED, f"position {reveal.position} was decided already"
+        self.tokens[reveal.position] = reveal.token
+        self.state[reveal.position] = DECIDED
+        self._advance()
 
     def _close_block(self) -> None:
         if self.block_steps:
             self.steps_per_block.append(self.block_steps)
         self.block_steps = self._sub_block_steps = 0
-        self._block_cached = False
+        self._refreshed = None
 
     def _advance(self) -> None:
         """Walk the contiguous decided prefix token by token: stops and the budget end the row exactly there."""
@@ -210,6 +315,25 @@ class Row:
         self.finish_reason = reason
         self._text.finish()
         self._close_block()
+
+    # ------------------------------------------------------------------------------------------- pages come and go
+    def adopt(self, tokens: int) -> None:
+        """The first `tokens` tokens are in the row's pages already: they were found in the prefix cache."""
+        assert self.committed == 0 and tokens <= self.encode_until, "only a row that has not begun adopts pages"
+        self.state[:tokens] = COMMITTED
+        self.committed = tokens
+        if not any(self.forwards.values()):
+            self.cached_tokens = tokens
+
+    def preempt(self) -> None:
+        """Forget the pages (the caller releases them): what was committed is encoded again before the row goes on."""
+        caches = self._refresh_every > 1 and self._refreshed is not None
+        self._replay = self._replay or (caches and self.phase is Phase.DENOISE)
+        self.encode_until = max(self.encode_until, self.committed)
+        self.state[: self.committed] = DECIDED
+        self.committed = 0
+        self.pages = []
+        self.keys = []
 
     # ------------------------------------------------------------------------------------------- what the caller gets
     def take_delta(self) -> tuple[tuple[int, ...], str]:
@@ -232,6 +356,7 @@ class Row:
             prompt_tokens=self.prompt_length,
             forwards=dict(self.forwards),
             steps_per_block=list(self.steps_per_block),
+            cached_tokens=self.cached_tokens,
         )
 
 

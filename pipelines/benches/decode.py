@@ -122,12 +122,12 @@ class RunningRows:
     def _admit(self, name: str, ids: tuple[int, ...], max_tokens: int, decode: DecodeConfig) -> Row:
         request = GenerationRequest(name, ids, max_tokens, decode=decode)
         self._decoder.check(request)
-        return self._decoder.admit(request)
+        return self._decoder.make_row(request)
 
     def rounds(self) -> None:
         """`rounds_each` rounds of all rows."""
         for _ in range(self._each):
-            self._decoder.step([Turn(row, row.query[1] - row.query[0]) for row in self._rows])
+            self._decoder.step([Turn(row) for row in self._rows])
 
 
 def _prompts(backbone: Backbone, count: int, length: int, seed: int) -> list[tuple[int, ...]]:

@@ -178,7 +178,7 @@ def test_ids_in_use_are_refused_until_the_request_has_ended(sharp_backbone: Back
 
 
 # ------------------------------------------------------------------------------------------------- leaving, failing
-def test_an_abort_frees_the_slot_before_the_next_round(sharp_backbone: Backbone) -> None:
+def test_an_abort_frees_its_place_before_the_next_round(sharp_backbone: Backbone) -> None:
     engine = Engine(sharp_backbone, EngineConfig(max_rows=1))
     listener = Listener(engine)
     engine.submit(make_request("leaves", prompt_of(5), 200), listener)
@@ -197,7 +197,7 @@ def test_an_abort_frees_the_slot_before_the_next_round(sharp_backbone: Backbone)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_submits_and_aborts_leave_no_slot_used(seed: int) -> None:
+def test_random_submits_and_aborts_leave_no_page_used(seed: int) -> None:
     chance = random.Random(seed)
     engine = Engine(scripted_backbone(script), EngineConfig(max_rows=3, prefill_tokens=16))
     listener = Listener(engine)
@@ -213,12 +213,14 @@ def test_random_submits_and_aborts_leave_no_slot_used(seed: int) -> None:
             engine.abort(alive.pop(chance.randrange(len(alive))))
         if chance.random() < 0.7:
             engine.step()
+        pool = engine.decoder.cache.pool
+        pool.check([page for row in engine._rows.values() for page in row.pages])
         stats = engine.stats()
-        assert stats.running + stats.slots_free == stats.slots_total == 3
+        assert stats.pages_used + stats.pages_cached + stats.pages_free == pool.total
     engine.run_until_idle()
     assert not engine.step()
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.slots_free) == (0, 0, 3)
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     for name in alive:
         assert isinstance(listener.events[name][-1], Finished)
 
@@ -261,7 +263,7 @@ def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on(monkeypatch
         engine.step()
     failed = listener.events["unlucky"][-1]
     assert isinstance(failed, Failed) and failed.message == "The forward failed: no memory left for 3 GiB"
-    assert engine.stats().slots_free == 8
+    assert engine.stats().pages_used == 0
     assert generate_all(engine, [make_request("lucky", prompt_of(5), 20)])[0].completion_tokens == 20
 
 
@@ -302,7 +304,7 @@ def test_stopping_fails_what_has_not_ended_and_takes_no_more(sharp_backbone: Bac
     assert {e.id for e in failed} == {"a", "b"} and "stopped before" in failed[0].message
     with pytest.raises(JobError, match="has stopped"):
         engine.submit(make_request("c", prompt_of(5), 4), ended.append)
-    assert engine.stats().slots_free == 1
+    assert engine.stats().pages_used == 0
 
 
 def test_results_come_in_order_and_are_told_as_they_finish() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,15 +54,18 @@ def test_a_round_keeps_to_its_budget_and_moves_somebody(rows: list[tuple[int, in
     assert not encoded or encoded[0][1] > 0
 
 
-def test_the_queue_is_first_come_first_served_and_lets_go() -> None:
+def test_the_queue_is_first_come_first_served_but_for_those_who_ran_before() -> None:
     queue = Queue()
     for name in "abcd":
         queue.join(name)
     queue.leave("b")
-    assert queue.admit(2) == ["a", "c"]
-    assert "d" in queue and "a" not in queue and len(queue) == 1
-    assert queue.admit(5) == ["d"]
-    assert queue.admit(5) == []
+    assert list(queue) == ["a", "c", "d"] and len(queue) == 3
+    queue.join_first("older")
+    assert list(queue) == ["older", "a", "c", "d"]
+    queue.leave("older")
+    assert "d" in queue and "older" not in queue
+    with pytest.raises(AssertionError, match="waits already"):
+        queue.join("d")
 
 
 def test_the_planner_needs_neither_torch_nor_ray() -> None:

@@ -50,12 +50,13 @@ def request(
 
 
 def replay(decoder: Decoder, request: GenerationRequest) -> Replayed:
-    row = decoder.admit(request)
+    row = decoder.make_row(request)
     done = Replayed(row, dict.fromkeys(("prefill", "denoise", "commit", "denoise_full", "denoise_partial"), 0), [])
     while row.phase is not Phase.DONE:
         phase, start = row.phase, row.committed
-        count = row.prefill_left or row.query[1] - row.query[0]
-        (outcome,) = decoder.step([Turn(row, count)])
+        turn = Turn(row, row.prefill_left)
+        count = len(turn.query)
+        (outcome,) = decoder.step([turn])
         assert outcome.error is None, outcome.error
         done.forwards[phase.value] += 1
         if phase is Phase.DENOISE:

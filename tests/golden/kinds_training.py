@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import numpy as np
 import torch
 
 from model.backbone import Backbone, load_backbone
 from model.cache import BlockCache
-from model.decoding.plan import DecodePlan, Piece, row_pieces
+from model.decoding.plan import DecodePlan, Piece
 from model.layout import RowBatch
 from model.masks import CLEAN, NOISY_1, block_diffusion, dense, stream_tokens
 from model.objective import BlockDiffusion, TrainingModel, hidden_states, token_losses
@@ -108,12 +109,13 @@ def _under_dense_mask(backbone: Backbone, prefix: list[int], noisy: list[int], b
 
 def _over_cache(backbone: Backbone, prefix: list[int], noisy: list[int], block: int) -> torch.Tensor:
     total = len(prefix) + block
-    cache = BlockCache(1, total, dtype=backbone.model.dtype, device=backbone.device)
+    table = np.arange(-(-total // block))[::-1].copy()
+    cache = BlockCache(len(table), block, dtype=backbone.model.dtype, device=backbone.device)
     for ids, start in ((prefix, 0), (noisy, len(prefix))):
         where = torch.arange(start, start + len(ids))
-        pieces = row_pieces(Piece(0, len(ids), 0, start, start + len(ids), causal=False), block)
         if ids:
-            plan = DecodePlan(cache, pieces, where)
+            pieces = [Piece(0, len(ids), start, start + len(ids), block, table)]
+            plan = DecodePlan(cache, pieces, torch.from_numpy(cache.where(table, where.numpy())))
             out = backbone.model(
                 input_ids=torch.tensor([ids]), position_ids=where[None], use_cache=False, attention_plan=plan
             )

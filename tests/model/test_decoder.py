@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -224,15 +225,16 @@ def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_f
     sharp_backbone: Backbone,
 ) -> None:
     decoder = Decoder(sharp_backbone, rows=1)
-    row = decoder.admit(make_request("r", prompt_of(BLOCK), BLOCK, threshold=1.0, refresh="sub_block"))
+    row = decoder.make_row(make_request("r", prompt_of(BLOCK), BLOCK, threshold=1.0, refresh="sub_block"))
     decoder.step([Turn(row, row.prefill_left)])
     queries = []
     while row.phase is Phase.DENOISE:
-        start, end = row.query
-        (piece,) = packing.pack([Turn(row, end - start)], decoder.cache, MASK).plan.pieces
+        turn = Turn(row)
+        decoder.supply(turn)
+        (piece,) = packing.pack([turn], decoder.cache).plan.pieces
         assert piece.visible == 2 * BLOCK, "the whole working block is seen"
-        queries.append((start - BLOCK, end - start))
-        decoder.step([Turn(row, end - start)])
+        queries.append((turn.query.start - BLOCK, len(turn.query)))
+        decoder.step([turn])
     assert [q for q in queries if q[1] == BLOCK] == [(0, BLOCK)] * 2, (
         "at the block's and at the second sub-block's start"
     )
@@ -354,10 +356,16 @@ def decoded(
 ) -> tuple[Row, tuple[int, ...]]:
     """The finished row, still holding its slot."""
     decoder = decoder or Decoder(backbone, rows=1)
-    row = decoder.admit(request)
+    row = decoder.make_row(request)
     while row.phase is not Phase.DONE:
-        decoder.step([Turn(row, row.prefill_left or row.query[1] - row.query[0])])
+        decoder.step([Turn(row, row.prefill_left)])
     return row, row.result().token_ids
+
+
+def cached(decoder: Decoder, layer: int, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the row's committed positions."""
+    where = decoder.cache.where(np.array(row.pages), np.arange(row.committed))
+    return decoder.cache.read(layer, torch.from_numpy(where))
 
 
 @pytest.mark.parametrize("kind", [{}, {"refresh": "sub_block"}, {"policy": "static", "steps": 2}, {"mode": "ar"}])
@@ -366,13 +374,11 @@ def test_keys_and_values_after_commits_are_those_of_a_clean_prefill(
 ) -> None:
     written, clean = Decoder(exact_backbone, rows=1), Decoder(exact_backbone, rows=1)
     row, _ = decoded(exact_backbone, make_request("r", prompt_of(13), 40, **kind), written)
-    again = clean.admit(make_request("r", row.tokens[: row.committed].tolist(), 1, **kind))
+    again = clean.make_row(make_request("r", row.tokens[: row.committed].tolist(), 1, **kind))
     assert again.prefill_left == row.committed > 13 + BLOCK
     clean.step([Turn(again, again.prefill_left)])
     for layer in range(exact_backbone.layers):
-        for ours, theirs in zip(
-            written.cache.view(layer, 0, row.committed), clean.cache.view(layer, 0, row.committed), strict=True
-        ):
+        for ours, theirs in zip(cached(written, layer, row), cached(clean, layer, again), strict=True):
             assert torch.allclose(ours, theirs, atol=1e-9)
 
 

@@ -127,12 +127,12 @@ def test_flex_takes_part_forward_only_where_it_has_no_backward(tmp_path: Path) -
 
 def test_peak_memory_counts_what_a_call_held_at_once() -> None:
     def form() -> None:
-        first = torch.ones(8 << 20)  # 32 MiB
+        first = torch.ones(16 << 20)  # 64 MiB
         second = first + 1
         del first, second
-        torch.ones(4 << 20)
+        torch.ones(16 << 20)
 
-    assert 60 <= memory.peak_bytes(form, "cpu") / 2**20 <= 80
+    assert 120 <= memory.peak_bytes(form, "cpu") / 2**20 <= 170, "two at once, not three in all"
 
 
 # ------------------------------------------------------------------------------------------------- decode

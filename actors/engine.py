@@ -16,8 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from actors.auto_mode import ModeChooser, calibration_rows
+from actors.calibration import measure_costs
 from actors.scheduler import Demand, Queue, plan_round
 from model.backbone import Backbone
 from model.decoding import Decoder, GenerationRequest, GenerationResult, Outcome, Phase, Reveal, Row, Turn
@@ -154,6 +156,7 @@ class Engine:
         self._rows: dict[str, Row] = {}  # running, in order of admission
         self._waiting_rows: dict[str, Row] = {}  # of those who wait: made, or preempted
         self._counters = _Counters()
+        self._chooser: ModeChooser | None = None  # made when the first "auto" request comes
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -301,13 +304,29 @@ class Engine:
         """Start a waiting request if its first pages are there, with one page in reserve for every running row."""
         row = self._waiting_rows.get(request_id)
         if row is None:
-            row = self._waiting_rows[request_id] = self.decoder.make_row(self._requests[request_id][0])
+            row = self._waiting_rows[request_id] = self.decoder.make_row(self._in_one_mode(request_id))
         if self.decoder.cache.pool.available < self.decoder.pages_to_admit(row) + len(self._rows):
             return False
         self._queue.leave(request_id)
         self.decoder.admit(row)
         self._rows[request_id] = self._waiting_rows.pop(request_id)
         return True
+
+    def _in_one_mode(self, request_id: str) -> GenerationRequest:
+        """The request, with "auto" settled for as many rows as will run beside it."""
+        request = self._requests[request_id][0]
+        if request.decode.mode != "auto":
+            return request
+        mode = "ar"
+        if self.decoder.backbone.block_diffusion is not None:
+            busy = min(self.config.max_rows, len(self._rows) + len(self._queue))
+            mode = self._mode_chooser().choose(request.max_tokens, busy)
+        return replace(request, decode=replace(request.decode, mode=mode))
+
+    def _mode_chooser(self) -> ModeChooser:
+        if self._chooser is None:
+            self._chooser = ModeChooser(measure_costs(self.decoder, calibration_rows(self.config.max_rows)))
+        return self._chooser
 
     def _schedule(self) -> list[Turn]:
         """The turns of the next round, oldest row first, with the pages they need."""
@@ -362,7 +381,10 @@ class Engine:
         if token_ids or text:
             listener(Delta(request.id, token_ids, text))
         if row.phase is Phase.DONE:
-            self._end(request.id, Finished(row.result()), listener)
+            result = row.result()
+            if self._chooser is not None and result.mode == "diffusion":
+                self._chooser.learn(result.completion_tokens, result.forwards["denoise"] + result.forwards["commit"])
+            self._end(request.id, Finished(result), listener)
 
     def _end(self, request_id: str, event: Event, listener: Listener) -> None:
         with self._lock:

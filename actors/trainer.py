@@ -309,4 +309,3 @@ def _seed_of(seed: int, step: int, rank: int, index: int) -> int:
     """For layers that draw at random (dropout): a seed that a resumed run meets again."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-

@@ -16,7 +16,7 @@ from model.errors import UserError
 
 CONFIG_KEY = "block_diffusion"
 METHODS = ("fast_dllm_v2",)
-MODES = ("diffusion", "ar")
+MODES = ("diffusion", "ar", "auto")
 REFRESHES = ("always", "sub_block", "every:N")
 FUSED = ("off", "masked_head", "speculative")
 NEVER = 1 << 30
@@ -101,10 +101,11 @@ def check_sub_block(sub_block_size: int, block_size: int) -> None:
 class DecodeConfig:
     """How one request wants its blocks opened. None means the model's or the policy's default.
 
-    mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
+    mode: "diffusion" (blocks), "ar" (same weights, causal, token by token), or "auto", whichever of the two the engine
+    expects to answer sooner at its present load ("ar" for a model that was not adapted).
     policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
-    refresh: when the whole block runs: "always" (exact); "sub_block", at the start of each sub-block only (the published
-    sub-block cache, approximate); "every:N", also after N - 1 steps of the sub-block alone ("every:1" is "always").
+    refresh: when the whole block runs: "always" (exact); "sub_block", at the start of each sub-block only (the
+    published sub-block cache, approximate); "every:N", also after N - 1 steps of it alone ("every:1" is "always").
     fused: whether a commit and the next block's first step share a forward: "off"; "speculative", with a guessed first
     slot, the step kept only if the commit agrees (token for token as "off"); "masked_head", with that slot masked.
     """

@@ -21,6 +21,7 @@ from tests.oracles import logits_of
 from tests.tiny import build_tiny_model
 
 BLOCK, SUB_BLOCK, MASK = 8, 4, 3
+EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK]
 ENTRY = {"block_size": BLOCK, "mask_token_id": MASK, "sub_block_size": SUB_BLOCK}
 
 
@@ -69,6 +70,32 @@ def renamed(request: GenerationRequest, name: str) -> GenerationRequest:
     return replace(request, id=name)
 
 
+def mixed_requests() -> list[GenerationRequest]:
+    """Every kind of row at once: lengths around block edges, policies, AR, sampling, the sub-block cache."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"mode": "ar"},
+        {"policy": "sequential"},
+        {"policy": "static", "steps": 3},
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 1.2, "top_p": 0.7, "seed": 6},
+        {"mode": "ar", "temperature": 1.0, "top_k": 5, "seed": 7},
+        {"refresh": "sub_block"},
+        {"sub_block_size": 8},
+        {"sub_block_size": 1, "threshold": 0.2},
+        {"fused": "masked_head"},
+        {"fused": "speculative"},
+        {"fused": "speculative", "refresh": "sub_block"},
+        {"fused": "masked_head", "temperature": 0.9, "seed": 8},
+        {"refresh": "every:2", "sub_block_size": 8},
+    ]
+    lengths = [*EDGES, 40, 61, *EDGES[1:6]]
+    return [
+        make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
+        for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))
+    ]
+
+
 # ------------------------------------------------------------------------------------------------- the oracle
 @dataclass
 class NaiveRow:
@@ -78,8 +105,13 @@ class NaiveRow:
     masked: list[bool]
 
 
-def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[int, ...], list[int]]:
-    """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache."""
+def naive_decode(
+    backbone: Backbone, request: GenerationRequest, *, masked_head: bool = False
+) -> tuple[tuple[int, ...], list[int]]:
+    """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache.
+
+    masked_head: the first step after a commit (or after a prompt of whole blocks) does not see the block's first token.
+    """
     prompt, decode = list(request.prompt_ids), request.decode
     limit = len(prompt) + request.max_tokens
     row = NaiveRow(list(prompt), [False] * len(prompt))
@@ -94,7 +126,8 @@ def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[
             row.masked[start] = False
         taken = 0
         while not _naive_end(request, row, len(prompt), limit) and any(row.masked[start:]):
-            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, decode)
+            hidden = masked_head and not taken and start >= len(prompt)
+            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, decode, hidden)
             taken += 1
         if taken:
             steps.append(taken)
@@ -103,10 +136,13 @@ def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[
         start += BLOCK
 
 
-def _naive_step(backbone: Backbone, row: NaiveRow, start: int, sub_block: int, decode: DecodeConfig) -> None:
+def _naive_step(
+    backbone: Backbone, row: NaiveRow, start: int, sub_block: int, decode: DecodeConfig, head_hidden: bool
+) -> None:
     first = row.masked.index(True) // sub_block * sub_block
     slots = [p for p in range(first, first + sub_block) if row.masked[p]]
-    logits = _naive_logits(backbone, row.ids, start)
+    seen = [*row.ids[:start], MASK, *row.ids[start + 1 :]] if head_hidden else row.ids
+    logits = _naive_logits(backbone, seen, start)
     choices = {p: _choice(logits[p - 1]) for p in slots}
     if decode.policy == "sequential":
         opened = slots[:1]

@@ -26,7 +26,6 @@ from model.errors import UserError
 from model.packed_linear import can_pack, pack_linears
 from model.pages import Key, chain_keys
 
-
 PAGE_SIZE = 32  # of a model that was not adapted
 DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
@@ -82,9 +81,7 @@ class Decoder:
                 f"pages {pages} of {page_size} tokens do not hold one row of {self.max_length}: "
                 f"give at least {longest}, or a smaller max_length."
             )
-        self.cache = BlockCache(
-            pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache
-        )
+        self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
         with torch.inference_mode():
@@ -164,8 +161,11 @@ class Decoder:
             self.cache.pool.publish(row.pages[index], row.keys[index])
 
     # ------------------------------------------------------------------------------------------- the round
-    def step(self, turns: Sequence[Turn]) -> list[Outcome]:
-        """Run one forward over all turns and apply what it decided; one outcome a turn. Supplies pages that lack."""
+    def step(self, turns: Sequence[Turn], *, publish: bool = True) -> list[Outcome]:
+        """Run one forward over all turns and apply what it decided; one outcome a turn. Supplies pages that lack.
+
+        publish: whether the prefix cache learns of the blocks that were committed.
+        """
         for turn in turns:
             self.supply(turn)
         with torch.inference_mode():
@@ -177,7 +177,7 @@ class Decoder:
             _apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)
         ]
         for outcome in outcomes:
-            if outcome.error is None:
+            if publish and outcome.error is None:
                 self._publish(outcome.row)
         return outcomes
 

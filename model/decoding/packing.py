@@ -24,7 +24,7 @@ NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Turn:
-    """What a row does in a round: its next query, over `count` tokens of the prompt where it prefills (else ignored)."""
+    """What a row does in a round: its next query, over `count` prompt tokens where it prefills (else ignored)."""
 
     row: Row
     count: int = 0

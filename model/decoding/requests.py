@@ -79,6 +79,7 @@ class GenerationResult:
     forwards: forwards the row took part in, by phase ("prefill", "denoise", "commit"); an AR step counts as a commit,
     it is one of a block of one token, and a forward that fused a commit with a step counts as that step.
     steps_per_block: denoising steps of each block that needed any. cached_tokens: of the prompt, not encoded again.
+    mode: "diffusion" or "ar", which "auto" chose where it was asked.
     """
 
     id: str
@@ -89,6 +90,7 @@ class GenerationResult:
     forwards: dict[str, int]
     steps_per_block: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    mode: str = "diffusion"
 
     def __post_init__(self) -> None:
         _check(self.finish_reason in ("stop", "length"), f"finish_reason {self.finish_reason!r} is not known.")

@@ -92,7 +92,7 @@ class Query:
 
 
 class Row:
-    """A running request. `pages` are its pages of the cache; `max_length` the longest row in tokens (prompt, answer)."""
+    """A running request. `pages` are its pages of the cache; `max_length` the longest row in tokens."""
 
     def __init__(
         self,
@@ -357,11 +357,13 @@ class Row:
             forwards=dict(self.forwards),
             steps_per_block=list(self.steps_per_block),
             cached_tokens=self.cached_tokens,
+            mode=self.request.decode.mode,
         )
 
 
 def _sizes(request: GenerationRequest, block_diffusion: BlockDiffusionConfig | None) -> tuple[int, int]:
     """(block, sub-block) in tokens; AR mode decodes blocks of one."""
+    assert request.decode.mode != "auto", "the engine chooses before it makes a row"
     if request.decode.mode == "ar":
         return 1, 1
     assert block_diffusion is not None, "check_request refuses diffusion without a block-diffusion model"

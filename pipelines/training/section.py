@@ -32,9 +32,7 @@ class TrainSection(Section):
     learning_rate: float = Field(5e-4, gt=0, description="highest learning rate of AdamW")
     warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises linearly")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="the learning rate after the warm-up")
-    final_share: float = Field(
-        0.05, ge=0, le=1, description="share of learning_rate that the cosine schedule ends at"
-    )
+    final_share: float = Field(0.05, ge=0, le=1, description="share of learning_rate that the cosine schedule ends at")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices, per unit of learning rate")
     beta2: float = Field(0.95, gt=0, lt=1, description="AdamW's decay of the second moment, per step")
     clip: float = Field(1.0, ge=0, description="largest norm of a step's gradient; 0 does not clip")

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import numpy as np
+import pytest
 import torch
 
 from model.backbone import Backbone, load_backbone

@@ -20,10 +20,20 @@ from actors.engine import Canvas, Engine, EngineConfig, Event, generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
 from model.errors import UserError
-from tests.decoding import BLOCK, MASK, SUB_BLOCK, answer, answers, make_request, naive_decode, prompt_of, renamed
+from tests.decoding import (
+    BLOCK,
+    EDGES,
+    MASK,
+    SUB_BLOCK,
+    answer,
+    answers,
+    make_request,
+    mixed_requests,
+    naive_decode,
+    prompt_of,
+    renamed,
+)
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_tokenizer
-
-EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK]
 
 
 # ------------------------------------------------------------------------------------------------- the oracle
@@ -76,27 +86,6 @@ def test_a_last_block_that_would_not_fit_the_context_is_cut_short(exact_backbone
 
 
 # ------------------------------------------------------------------------------------------------- exactness
-def mixed_requests() -> list[GenerationRequest]:
-    """Every kind of row at once: lengths around block edges, policies, AR, sampling, the sub-block cache."""
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"mode": "ar"},
-        {"policy": "sequential"},
-        {"policy": "static", "steps": 3},
-        {"temperature": 0.8, "seed": 5},
-        {"temperature": 1.2, "top_p": 0.7, "seed": 6},
-        {"mode": "ar", "temperature": 1.0, "top_k": 5, "seed": 7},
-        {"refresh": "sub_block"},
-        {"sub_block_size": 8},
-        {"sub_block_size": 1, "threshold": 0.2},
-    ]
-    lengths = [*EDGES, 40, 61]
-    return [
-        make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
-        for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))
-    ]
-
-
 @pytest.fixture(scope="module")
 def alone(sharp_backbone: Backbone) -> dict[str, tuple[int, ...]]:
     return {r.id: answer(sharp_backbone, r).token_ids for r in mixed_requests()}
@@ -423,7 +412,9 @@ OUT_OF_BOUNDS: list[dict[str, Any]] = [
     {"stop_strings": ("",)},
     {"threshold": 0.0},
     {"steps": 0},
-    {"mode": "auto"},
+    {"mode": "fastest"},
+    {"fused": "always"},
+    {"refresh": "every:0"},
     {"refresh": "never"},
 ]
 

@@ -1,0 +1,50 @@
+"""What a round costs on this machine: rows of the real decoder, timed. Takes a second or two, once an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from actors.auto_mode import RoundCosts
+from model.config import DecodeConfig
+from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
+
+ROUNDS = 4  # timed, the first not counted
+FORMS = {"ar": DecodeConfig(mode="ar"), "diffusion": DecodeConfig(policy="sequential")}
+
+
+def measure_costs(decoder: Decoder, rows: Sequence[int]) -> RoundCosts:
+    """Seconds of a round for each number of rows, in both modes. Uses free pages and gives them back; publishes none.
+
+    Numbers of rows that do not fit the free pages are left out, but for the first.
+    """
+    costs: dict[str, dict[int, float]] = {name: {} for name in FORMS}
+    for count in rows:
+        if costs["ar"] and 2 * count > decoder.cache.pool.available:
+            break
+        for name, decode in FORMS.items():
+            costs[name][count] = _round_seconds(decoder, count, decode)
+    return RoundCosts(**costs)
+
+
+def _round_seconds(decoder: Decoder, count: int, decode: DecodeConfig) -> float:
+    page = decoder.cache.page_size
+    room = min(ROUNDS + 2, decoder.max_length - 1)
+    prompt = (next(iter(decoder.backbone.stop_token_ids), 0),) * min(page + 1, decoder.max_length - room)
+    requests = [GenerationRequest(f"calibration {i}", prompt, room, decode=decode) for i in range(count)]
+    members = [decoder.make_row(request) for request in requests]
+    try:
+        while any(row.phase is Phase.PREFILL for row in members):
+            decoder.step([Turn(row, row.prefill_left) for row in members], publish=False)
+        return median(_timed(decoder, members) for _ in range(ROUNDS))
+    finally:
+        for row in members:
+            decoder.release(row)
+
+
+def _timed(decoder: Decoder, members: Sequence[Row]) -> float:
+    turns = [Turn(row) for row in members if row.phase is not Phase.DONE]
+    begun = time.perf_counter()
+    decoder.step(turns, publish=False)
+    return time.perf_counter() - begun

@@ -1,0 +1,174 @@
+"""Pages in the engine: rows that share, lose and get back their pages write what they write alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.engine import Engine, EngineConfig, Event, Failed, Finished, generate_all
+from model.backbone import Backbone
+from model.decoding import GenerationRequest, GenerationResult
+from model.errors import UserError
+from tests.decoding import BLOCK, answer, make_request, mixed_requests, prompt_of, renamed
+from tests.scripted import scripted_backbone
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"mode": "ar"},
+    {"refresh": "sub_block"},
+    {"refresh": "every:2"},
+    {"temperature": 0.9, "seed": 3},
+    {"fused": "masked_head"},
+    {"fused": "speculative"},
+    {"fused": "speculative", "refresh": "sub_block"},
+]
+
+
+def run(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
+    return {result.id: result for result in generate_all(engine, requests)}
+
+
+# ------------------------------------------------------------------------------------------------- preemption
+@pytest.mark.parametrize("pages", [12, 14, 20])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_row_that_lost_its_pages_goes_on_exactly_where_it_was(
+    sharp_backbone: Backbone, pages: int, prefix_cache: bool
+) -> None:
+    requests = mixed_requests()
+    alone = {r.id: answer(sharp_backbone, r) for r in requests}
+    config = EngineConfig(max_rows=6, max_length=12 * BLOCK, pages=pages, prefix_cache=prefix_cache)
+    engine = Engine(sharp_backbone, config)
+    results = run(engine, requests)
+    assert engine.stats().preemptions > 0, "too many pages: nothing was tested"
+    for name, result in results.items():
+        assert result.token_ids == alone[name].token_ids
+        assert result.steps_per_block == alone[name].steps_per_block
+        assert result.text == alone[name].text
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("after", range(1, 16))
+def test_a_preemption_after_any_round_changes_no_token(
+    sharp_backbone: Backbone, kind: dict[str, Any], after: int
+) -> None:
+    request = make_request("r", prompt_of(BLOCK + 5), 30, **kind)
+    expected = answer(sharp_backbone, request)
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=2, prefix_cache=False))
+    ended: list[Event] = []
+    engine.submit(request, ended.append)
+    for _ in range(after):
+        engine.step()
+    if "r" in engine._rows:
+        engine._preempt("r")
+    engine.run_until_idle()
+    assert isinstance(ended[-1], Finished)
+    assert ended[-1].result.token_ids == expected.token_ids
+    assert ended[-1].result.steps_per_block == expected.steps_per_block
+
+
+def test_the_newest_row_gives_way_and_the_oldest_never_waits() -> None:
+    engine = Engine(scripted_backbone(lambda p: (20 + p % 200, 0.1)), EngineConfig(max_rows=4, max_length=96, pages=14))
+    told: list[str] = []
+    for i in range(4):
+        request = make_request(str(i), prompt_of(8), 80)
+        engine.submit(request, lambda e: told.append(e.id) if isinstance(e, Finished) else None)
+    engine.run_until_idle()
+    assert told == ["0", "1", "2", "3"] and engine.stats().preemptions >= 2
+
+
+def test_pages_that_cannot_hold_one_row_are_refused(sharp_backbone: Backbone) -> None:
+    with pytest.raises(UserError, match=r"pages 5 of 8 tokens do not hold one row of 96: give at least 12"):
+        Engine(sharp_backbone, EngineConfig(max_length=96, pages=5))
+
+
+# ------------------------------------------------------------------------------------------------- the prefix cache
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("length", [BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 3, 5 * BLOCK + 1])
+def test_a_known_prefix_is_not_encoded_again_and_changes_no_token(
+    sharp_backbone: Backbone, kind: dict[str, Any], length: int
+) -> None:
+    request = make_request("first", prompt_of(length), 20, **kind)
+    engine = Engine(sharp_backbone)
+    first, again = (run(engine, [renamed(request, name)])[name] for name in ("first", "again"))
+    assert replace(again, id="first", forwards=first.forwards, cached_tokens=0) == first
+    whole = length // BLOCK * BLOCK - (BLOCK if length % BLOCK == 0 else 0)
+    assert again.cached_tokens == whole, "the last logit of an aligned prompt must be computed"
+    assert engine.stats().prefix_hits == whole // BLOCK
+
+
+def test_an_answer_is_found_as_the_beginning_of_the_next_prompt(sharp_backbone: Backbone) -> None:
+    engine = Engine(sharp_backbone)
+    first = run(engine, [make_request("a", prompt_of(10), 40)])["a"]
+    following = make_request("b", (*prompt_of(10), *first.token_ids, *prompt_of(6)), 20)
+    second = run(engine, [following])["b"]
+    assert second.cached_tokens >= 40, "whole committed blocks of the answer too"
+    assert second.token_ids == answer(sharp_backbone, following).token_ids
+
+
+def test_causal_and_block_causal_prefixes_are_never_mixed(sharp_backbone: Backbone) -> None:
+    engine = Engine(sharp_backbone)
+    block = make_request("block", prompt_of(33), 20)
+    causal = make_request("causal", prompt_of(33), 20, mode="ar")
+    results = [run(engine, [r])[r.id] for r in (block, causal, renamed(block, "b2"), renamed(causal, "c2"))]
+    assert [r.cached_tokens for r in results] == [0, 0, 32, 32]
+    assert results[0].token_ids == results[2].token_ids == answer(sharp_backbone, block).token_ids
+    assert results[1].token_ids == results[3].token_ids == answer(sharp_backbone, causal).token_ids
+
+
+def test_rows_that_run_together_share_the_pages_of_their_prompt(sharp_backbone: Backbone) -> None:
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=4))
+    run(engine, [make_request("first", prompt_of(4 * BLOCK + 1), 1)])
+    for i in range(4):
+        engine.submit(make_request(str(i), prompt_of(4 * BLOCK + 1), 20, temperature=1.0, seed=i), lambda e: None)
+    engine.step()
+    assert engine.stats().pages_used <= 4 + 4 * 2, "one copy of the prompt, two blocks a row at most"
+    engine.run_until_idle()
+    assert engine.stats().pages_used == 0 and engine.stats().pages_cached > 0
+
+
+def test_a_failed_row_s_pages_are_not_found() -> None:
+    """Its committed blocks before the failure may be; what it was writing may not."""
+    backbone = scripted_backbone(lambda p: (20 + p % 200, float("nan") if p > 30 else 0.9))
+    engine = Engine(backbone)
+    ended: list[Event] = []
+    engine.submit(make_request("bad", prompt_of(20), 30), ended.append)
+    engine.run_until_idle()
+    assert isinstance(ended[-1], Failed)
+    pool = engine.decoder.cache.pool
+    pool.check()
+    assert pool.cached == 3, "blocks at 0 and 8 of the prompt and the one at 16 that was committed"
+
+
+# ------------------------------------------------------------------------------------------------- under fire
+@pytest.mark.parametrize("seed", range(2))
+def test_two_thousand_random_submits_and_aborts_leave_every_page_free(seed: int) -> None:
+    chance = random.Random(seed)
+    config = EngineConfig(max_rows=4, max_length=96, pages=16, prefill_tokens=16)
+    engine = Engine(scripted_backbone(lambda p: (20 + p % 7, chance.random()), context_length=96), config)
+    ended: dict[str, Event] = {}
+    alive: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            ended[event.id] = event
+
+    for i in range(2000):
+        kind = chance.choice(KINDS)
+        request = make_request(str(i), prompt_of(chance.randrange(1, 50), chance.randrange(3)), 1, **kind)
+        engine.submit(replace(request, max_tokens=chance.randrange(1, 45)), listen)
+        alive.append(str(i))
+        if chance.random() < 0.5:
+            gone = alive.pop(chance.randrange(len(alive)))
+            engine.abort(gone)
+        for _ in range(chance.randrange(4)):
+            engine.step()
+        engine.decoder.cache.pool.check([page for row in engine._rows.values() for page in row.pages])
+    engine.run_until_idle()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert stats.pages_free + stats.pages_cached == 16 and stats.preemptions > 0 and stats.prefix_hits > 0
+    assert all(isinstance(ended[name], Finished) for name in alive)

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import psutil
 
+from actors.local_ray import init_ray
 from actors.serve_args import EngineArgs, ServeArgs
 from model.errors import JobError, UserError
 
@@ -38,7 +39,6 @@ OBJECT_STORE_BYTES = 200_000_000
 FIRST_ANSWER_S = 120.0
 DRAIN_S = 2.0
 END_S = 15.0
-NODE_TIMED_OUT = "timed out during startup"
 SENTENCE = re.compile(r"^model\.errors\.(UserError|JobError): (.+)$", re.MULTILINE)
 
 
@@ -129,23 +129,16 @@ def _absolute(model: str) -> str:
 
 def _start_ray() -> str:
     """A local Ray of our own with a dashboard, which `serve status` asks. Returns the dashboard's address."""
-    import ray
-
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            include_dashboard=True,
-            dashboard_host=HOST,
-            dashboard_port=_free_port(DASHBOARD_PORT),
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-    except Exception as error:  # Ray has no type for it
-        if NODE_TIMED_OUT not in str(error):
-            raise
-        raise JobError("Ray did not start in 30 s: the machine is overloaded; free it and run this again.") from None
+    context = init_ray(
+        address="local",
+        num_cpus=os.cpu_count(),
+        include_dashboard=True,
+        dashboard_host=HOST,
+        dashboard_port=_free_port(DASHBOARD_PORT),
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
     _raise_on_signals()  # ray.init puts its own handler in place
     return f"http://{context.dashboard_url}"
 

@@ -4,7 +4,8 @@ Token-major storage per layer, `[pages * page_size, kv_heads, head_dim]`. A row 
 at storage index `table[p // page_size] * page_size + p % page_size`. A working block's keys and values are written into
 the row's next page; overwriting them in the next step is all that "not committed" means, so a step costs one indexed
 write of the block. Which page is whose is the `PagePool`'s business. Layers are allocated when first written, with the
-shapes that the model really has, and never cleared: on CPU only what is used becomes resident.
+shapes that the model really has, and never cleared: on CPU only what is used becomes resident. One page more than the
+pool knows takes the writes of padding, where shapes are static.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class BlockCache:
         """Bytes of all layers allocated so far."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
+    @property
+    def scratch(self) -> int:
+        """Storage index that nobody reads."""
+        return self.tokens
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold positions [0, tokens)."""
         return -(-tokens // self.page_size)
@@ -66,4 +72,4 @@ class BlockCache:
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return torch.empty((self.tokens, *like.shape[1:]), dtype=self.dtype, device=self.device)
+        return torch.empty((self.tokens + self.page_size, *like.shape[1:]), dtype=self.dtype, device=self.device)

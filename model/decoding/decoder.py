@@ -22,6 +22,7 @@ from model.decoding.choices import Choices, decide
 from model.decoding.packing import Packed, Slots, Turn, pack
 from model.decoding.requests import GenerationRequest, check_request
 from model.decoding.row import MASKED, Phase, Reveal, Row
+from model.decoding.static_forward import StaticForward
 from model.errors import UserError
 from model.packed_linear import can_pack, pack_linears
 from model.pages import Key, chain_keys
@@ -84,6 +85,7 @@ class Decoder:
         self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
+        self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
         with torch.inference_mode():
             self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
 
@@ -183,6 +185,8 @@ class Decoder:
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""
+        if self.static_forward is not None:
+            return self.static_forward(packed)
         output = self.backbone.model(
             input_ids=packed.ids,
             position_ids=packed.positions,

@@ -83,8 +83,9 @@ class Buffers:
             used = piece.table[: cache.pages_for(piece.visible)]
             logical[index, used] = np.arange(len(used))
         blocks, count = _pages_of_tiles(pieces, tuple(self.kv_blocks.shape[2:]), cache)
-        self._copy("row", row), self._copy("limit", limit), self._copy("logical", logical)
-        self._copy("kv_blocks", blocks[None, None]), self._copy("kv_count", count[None, None])
+        for name, values in (("row", row), ("limit", limit), ("logical", logical), ("kv_blocks", blocks[None, None])):
+            self._copy(name, values)
+        self._copy("kv_count", count[None, None])
         for name, given, rest in (
             ("ids", packed.ids[0], 0),
             ("positions", packed.positions[0], 0),
@@ -195,7 +196,8 @@ class StaticForward:
 
     def _attention(self) -> Callable[..., Any]:
         if self._on_cuda:
-            return compiled_flex(dynamic=False)  # type: ignore[no-any-return]
+            compiled: Callable[..., Any] = compiled_flex(dynamic=False)
+            return compiled
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention

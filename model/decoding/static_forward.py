@@ -82,7 +82,7 @@ class Buffers:
             limit[here] = np.minimum(piece.visible, (position // piece.span + 1) * piece.span)
             used = piece.table[: cache.pages_for(piece.visible)]
             logical[index, used] = np.arange(len(used))
-        blocks, count = _pages_of_tiles(pieces, tuple(self.kv_blocks.shape[2:]), cache)
+        blocks, count = _pages_of_tiles(pieces, self.kv_blocks.shape[2], self.kv_blocks.shape[3], cache)
         for name, values in (("row", row), ("limit", limit), ("logical", logical), ("kv_blocks", blocks[None, None])):
             self._copy(name, values)
         self._copy("kv_count", count[None, None])
@@ -101,10 +101,10 @@ class Buffers:
         getattr(self, name).copy_(torch.from_numpy(values), non_blocking=True)
 
 
-def _pages_of_tiles(pieces: list[Piece], shape: tuple[int, int], cache: BlockCache) -> tuple[np.ndarray, np.ndarray]:
-    """(pages int32 [tiles, pages], how many int32 [tiles]) that each tile of queries reaches."""
-    blocks, count = np.zeros(shape, dtype=np.int32), np.zeros(shape[0], dtype=np.int32)
-    for tile in range(shape[0]):
+def _pages_of_tiles(pieces: list[Piece], tiles: int, total: int, cache: BlockCache) -> tuple[np.ndarray, np.ndarray]:
+    """(pages int32 [tiles, total], how many int32 [tiles]) that each tile of queries reaches."""
+    blocks, count = np.zeros((tiles, total), dtype=np.int32), np.zeros(tiles, dtype=np.int32)
+    for tile in range(tiles):
         first, end = tile * Q_TILE, (tile + 1) * Q_TILE
         inside = [piece for piece in pieces if piece.offset < end and piece.offset + piece.count > first]
         reached = [piece.table[: cache.pages_for(piece.visible)] for piece in inside]

@@ -297,8 +297,16 @@ class Engine:
             while self._aborts:
                 self._forget(self._aborts.popleft())
             for request_id in list(self._queue):
+                if self._waits_for_prompt(request_id):
+                    continue
                 if len(self._rows) == self.config.max_rows or not self._admit(request_id):
                     break
+
+    def _waits_for_prompt(self, request_id: str) -> bool:
+        """Whether the request follows one whose prompt, the same, is still to be encoded: then it finds it in pages."""
+        leader = self._requests[request_id][0].follows
+        row = self._rows.get(leader) if leader is not None else None
+        return leader in self._queue or (row is not None and row.phase is Phase.PREFILL)
 
     def _admit(self, request_id: str) -> bool:
         """Start a waiting request if its first pages are there, with one page in reserve for every running row."""

@@ -50,7 +50,8 @@ class GenerationRequest:
     """One prompt to continue by at most `max_tokens` tokens (exact).
 
     stop_token_ids end the answer and count as its last token; stop_strings end it before their first appearance.
-    trace: also report every step's reveals (`Outcome.reveals`, the engine's `Canvas` events).
+    trace: also report every step's reveals (`Outcome.reveals`, the engine's `Canvas` events). follows: id of a request
+    with the same prompt, which encodes it for both: several answers to one prompt share its pages.
     """
 
     id: str
@@ -61,6 +62,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     trace: bool = False
+    follows: str | None = None
 
     @property
     def fused(self) -> str:

@@ -130,6 +130,30 @@ def test_rows_that_run_together_share_the_pages_of_their_prompt(sharp_backbone: 
     assert engine.stats().pages_used == 0 and engine.stats().pages_cached > 0
 
 
+@pytest.mark.parametrize("prefill_tokens", [BLOCK, 512])
+def test_several_answers_to_one_prompt_encode_it_once(sharp_backbone: Backbone, prefill_tokens: int) -> None:
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=4, prefill_tokens=prefill_tokens))
+    prompt = prompt_of(6 * BLOCK + 3)
+    asked = [make_request(str(i), prompt, 20, temperature=1.0, seed=i) for i in range(4)]
+    results = run(engine, [asked[0], *(replace(request, follows="0") for request in asked[1:])])
+    assert [results[str(i)].cached_tokens for i in range(4)] == [0, *[6 * BLOCK] * 3]
+    assert len({result.token_ids for result in results.values()}) > 1
+    for request in asked:
+        assert results[request.id].token_ids == answer(sharp_backbone, request).token_ids
+
+
+def test_who_follows_a_request_that_left_begins_without_it(sharp_backbone: Backbone) -> None:
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=1))
+    ended: list[Event] = []
+    engine.submit(make_request("leader", prompt_of(30), 5), ended.append)
+    engine.submit(replace(make_request("follower", prompt_of(30), 5), follows="leader"), ended.append)
+    engine.abort("leader")
+    engine.run_until_idle()
+    assert [event.id for event in ended if isinstance(event, Finished)] == ["follower"]
+    (stranger,) = generate_all(engine, [replace(make_request("s", prompt_of(30), 5), follows="nobody")])
+    assert stranger.completion_tokens == 5
+
+
 def test_a_failed_row_s_pages_are_not_found() -> None:
     """Its committed blocks before the failure may be; what it was writing may not."""
     backbone = scripted_backbone(lambda p: (20 + p % 200, float("nan") if p > 30 else 0.9))

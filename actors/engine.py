@@ -305,7 +305,9 @@ class Engine:
     def _waits_for_prompt(self, request_id: str) -> bool:
         """Whether the request follows one whose prompt, the same, is still to be encoded: then it finds it in pages."""
         leader = self._requests[request_id][0].follows
-        row = self._rows.get(leader) if leader is not None else None
+        if leader is None:
+            return False
+        row = self._rows.get(leader)
         return leader in self._queue or (row is not None and row.phase is Phase.PREFILL)
 
     def _admit(self, request_id: str) -> bool:

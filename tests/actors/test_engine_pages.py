@@ -80,6 +80,34 @@ def test_the_newest_row_gives_way_and_the_oldest_never_waits() -> None:
     assert told == ["0", "1", "2", "3"] and engine.stats().preemptions >= 2
 
 
+def test_who_lost_its_pages_goes_on_before_those_who_never_ran() -> None:
+    engine = Engine(scripted_backbone(lambda p: (20 + p % 200, 0.1)), EngineConfig(max_rows=2, max_length=96, pages=14))
+    for i in range(3):
+        engine.submit(make_request(str(i), prompt_of(8, i), 80), lambda e: None)
+    while "2" not in engine._rows:
+        assert engine.step()
+    assert engine.stats().preemptions > 0
+    assert next(iter(engine._rows)) == "1", "row 1 lost its pages, and got new ones before row 2 had any"
+    engine.run_until_idle()
+
+
+def test_a_row_begins_only_with_a_page_in_reserve_for_each_that_runs() -> None:
+    """Else it would lose its pages to them in the next round, and encode its prompt for nothing."""
+    engine = Engine(scripted_backbone(lambda p: (20 + p % 200, 0.1)), EngineConfig(max_rows=4, max_length=96, pages=12))
+    engine.submit(make_request("old", prompt_of(56), 40), lambda e: None)
+    engine.step()
+    assert engine.stats().pages_used == 7
+    engine.submit(make_request("new", prompt_of(32, 1), 8), lambda e: None)
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (1, 1), "five pages for it and one for the other lack"
+    engine.abort("new")
+    engine.submit(make_request("smaller", prompt_of(16, 2), 8), lambda e: None)
+    engine.step()
+    assert engine.stats().running == 2
+    engine.run_until_idle()
+
+
 def test_pages_that_cannot_hold_one_row_are_refused(sharp_backbone: Backbone) -> None:
     with pytest.raises(UserError, match=r"pages 5 of 8 tokens do not hold one row of 96: give at least 12"):
         Engine(sharp_backbone, EngineConfig(max_length=96, pages=5))

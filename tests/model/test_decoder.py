@@ -210,11 +210,10 @@ def test_the_first_token_of_a_block_costs_no_step(sharp_backbone: Backbone) -> N
     assert result.forwards == {"prefill": 1, "denoise": 2 * (BLOCK - 1), "commit": 2}
 
 
-def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_first_slot(
-    sharp_backbone: Backbone,
-) -> None:
-    decoder = Decoder(sharp_backbone, rows=1)
-    row = decoder.make_row(make_request("r", prompt_of(BLOCK), BLOCK, threshold=1.0, refresh="sub_block"))
+def queries_of(backbone: Backbone, **kind: Any) -> list[tuple[int, int]]:
+    """(place in the block, tokens) of each denoising forward of one block."""
+    decoder = Decoder(backbone, rows=1)
+    row = decoder.make_row(make_request("r", prompt_of(BLOCK), BLOCK, threshold=1.0, **kind))
     decoder.step([Turn(row, row.prefill_left)])
     queries = []
     while row.phase is Phase.DENOISE:
@@ -224,10 +223,17 @@ def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_f
         assert piece.visible == 2 * BLOCK, "the whole working block is seen"
         queries.append((turn.query.start - BLOCK, len(turn.query)))
         decoder.step([turn])
-    assert [q for q in queries if q[1] == BLOCK] == [(0, BLOCK)] * 2, (
-        "at the block's and at the second sub-block's start"
-    )
-    assert [q for q in queries if q[1] != BLOCK] == [(0, 4)] * 2 + [(4, 4)] * 3
+    return queries
+
+
+def test_the_sub_block_cache_runs_fewer_tokens_and_refreshes_for_a_sub_block_s_first_slot(
+    sharp_backbone: Backbone,
+) -> None:
+    whole, first, second = (0, BLOCK), (0, 4), (4, 4)
+    assert queries_of(sharp_backbone) == [whole] * 7
+    assert queries_of(sharp_backbone, refresh="sub_block") == [whole, first, first, whole, second, second, second]
+    assert queries_of(sharp_backbone, refresh="every:2") == [whole, first, whole, whole, second, whole, second]
+    assert queries_of(sharp_backbone, refresh="every:1") == [whole] * 7
 
 
 # ------------------------------------------------------------------------------------------------- sampling

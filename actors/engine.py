@@ -19,7 +19,17 @@ from dataclasses import dataclass, field
 
 from actors.scheduler import Demand, Queue, plan_round
 from model.backbone import Backbone
-from model.decoding import Decoder, GenerationRequest, GenerationResult, Outcome, Phase, Reveal, Row, Turn
+from model.decoding import (
+    Decoder,
+    GenerationRequest,
+    GenerationResult,
+    Outcome,
+    Phase,
+    Reveal,
+    Row,
+    TokenLogprob,
+    Turn,
+)
 from model.errors import JobError, UserError
 
 logger = logging.getLogger(__name__)
@@ -49,11 +59,15 @@ class EngineConfig:
 # ------------------------------------------------------------------------------------------------- events
 @dataclass(frozen=True)
 class Delta:
-    """Tokens that are final, and text that is: whole characters, never a part of a stop string."""
+    """Tokens that are final, and text that is: whole characters, never a part of a stop string.
+
+    logprobs: one for each of token_ids, None where the request did not ask.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -293,7 +307,7 @@ class Engine:
             listener(Canvas(request.id, start, outcome.reveals))
         token_ids, text = row.take_delta()
         if token_ids or text:
-            listener(Delta(request.id, token_ids, text))
+            listener(Delta(request.id, token_ids, text, row.logprobs(len(token_ids))))
         if row.phase is Phase.DONE:
             self._end(request.id, Finished(row.result()), listener)
 

@@ -36,8 +36,12 @@ class DecodeArgs(Args):
 
     mode: Literal["auto", "diffusion", "ar"] = Field("auto", description="auto: diffusion where the model was adapted")
     policy: str = Field("threshold", description="reveal rule")
-    threshold: float = Field(0.9, gt=0, le=1, description="confidence above which the threshold policy reveals")
-    steps: int | None = Field(None, ge=1, description="denoising steps per block of the static policy")
+    threshold: float | None = Field(None, gt=0, le=1, description="confidence above which threshold reveals; 0.9")
+    steps: int | None = Field(None, ge=1, description="denoising steps a block, of the policies with a schedule")
+    factor: float | None = Field(None, gt=0, allow_inf_nan=False, description="bound of the factor policy; 1")
+    gamma: float | None = Field(None, ge=0, allow_inf_nan=False, description="of dimple, budgeted, entropy")
+    budget: float | None = Field(None, gt=0, allow_inf_nan=False, description="of the frechet policy; 0.5")
+    refresh: Literal["always", "sub_block"] = Field("always", description="sub_block: the approximate sub-block cache")
     sub_block_size: int | None = Field(None, ge=1, description="tokens denoised together; absent: the model's own")
 
     def decode_config(self, *, adapted: bool) -> DecodeConfig:

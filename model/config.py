@@ -100,23 +100,42 @@ class DecodeConfig:
     """How one request wants its blocks opened. None means the model's or the policy's default.
 
     mode: "diffusion" (blocks) or "ar" (same weights, causal, token by token).
-    policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
+    policy: a name in `model.decoding.policies.POLICIES`. Its parameters, each refused with a policy that does not take
+    it (`check_policy`): threshold, a probability in (0, 1]; steps, denoising steps of a block; factor and budget, above
+    0; gamma, a probability for `dimple` and `budgeted`, nats for `entropy`.
     refresh: when the whole block runs: "always" (exact), or "sub_block", the published sub-block cache (approximate).
     """
 
     mode: str = "diffusion"
     policy: str = "threshold"
-    threshold: float = 0.9
+    threshold: float | None = None
     steps: int | None = None
     sub_block_size: int | None = None
     refresh: str = "always"
+    factor: float | None = None
+    gamma: float | None = None
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         _check(self.refresh in REFRESHES, f"refresh must be one of {', '.join(REFRESHES)}, not {self.refresh!r}.")
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}.")
-        _check(0.0 < self.threshold <= 1.0, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
-        _check(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps!r}.")
-        _check(
-            self.sub_block_size is None or self.sub_block_size >= 1,
-            f"sub_block_size must be at least 1, not {self.sub_block_size!r}.",
-        )
+        inside = self.threshold is None or 0.0 < self.threshold <= 1.0
+        _check(inside, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
+        for name, value in (("steps", self.steps), ("sub_block_size", self.sub_block_size)):
+            _check(value is None or value >= 1, f"{name} must be at least 1, not {value!r}.")
+        for name, bound in (("factor", self.factor), ("budget", self.budget)):
+            positive = bound is None or 0.0 < bound < float("inf")
+            _check(positive, f"{name} must be above 0 and finite, not {bound!r}.")
+        finite = self.gamma is None or 0.0 <= self.gamma < float("inf")
+        _check(finite, f"gamma must be 0 or more and finite, not {self.gamma!r}.")
+
+    def parameter(self, name: str) -> float | None:
+        """The value of a policy's parameter, None where the policy's default holds."""
+        values = {
+            "threshold": self.threshold,
+            "steps": self.steps,
+            "factor": self.factor,
+            "gamma": self.gamma,
+            "budget": self.budget,
+        }
+        return values[name]

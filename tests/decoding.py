@@ -39,7 +39,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def make_request(
     name: str, prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (), **fields: Any
 ) -> GenerationRequest:
-    """A request; DecodeConfig's and SamplingParams' fields by their names, threshold 0.4 unless given."""
+    """A request; DecodeConfig's and SamplingParams' fields by their names; without a policy, threshold 0.4."""
     decode = {k: fields.pop(k) for k in list(fields) if k in DecodeConfig.__dataclass_fields__}
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__dataclass_fields__}
     return GenerationRequest(
@@ -47,7 +47,7 @@ def make_request(
         prompt_ids=tuple(prompt),
         max_tokens=max_tokens,
         sampling=SamplingParams(**sampling),
-        decode=DecodeConfig(**{"threshold": 0.4, **decode}),
+        decode=DecodeConfig(**{**({} if "policy" in decode else {"threshold": 0.4}), **decode}),
         stop_token_ids=frozenset(stop),
         **fields,
     )
@@ -112,7 +112,7 @@ def _naive_step(backbone: Backbone, row: NaiveRow, start: int, sub_block: int, d
         opened = slots[:1]
     else:
         best = max(slots, key=lambda p: (choices[p][1], -p))
-        opened = [p for p in slots if choices[p][1] > decode.threshold or p == best]
+        opened = [p for p in slots if choices[p][1] > (decode.threshold or 0.9) or p == best]
     for p in opened:
         row.ids[p], row.masked[p] = choices[p][0], False
 

@@ -122,7 +122,11 @@ def _apply(turn: Turn, phase: Phase, slots: Slots, choices: Choices, mine: range
         why = f"The model's logits are not finite at position {where}: its weights may be damaged."
         return Outcome(row, phase, error=why)
     opened = [i for i in mine if choices.opens[i]]
-    reveals = tuple(Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i])) for i in opened)
+    reveals = tuple(
+        Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i]), choices.logprobs.get(i))
+        for i in opened
+    )
+    row.keep_logprobs(reveals)
     if phase is Phase.DENOISE:
         row.revealed(reveals)
     elif phase is Phase.COMMIT:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from model.config import BlockDiffusionConfig
 from model.decoding.policies import steps_of_sub_block
-from model.decoding.requests import GenerationRequest, GenerationResult
+from model.decoding.requests import GenerationRequest, GenerationResult, TokenLogprob
 from model.decoding.text import TextTracker
 
 MASKED, DECIDED, COMMITTED = 0, 1, 2
@@ -41,11 +41,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Reveal:
-    """A position decided in a step, with the confidence in its token."""
+    """A position decided in a step, with the confidence in its token, and its log-probability where it was asked."""
 
     position: int
     token: int
     confidence: float
+    logprob: TokenLogprob | None = None
 
 
 class Row:
@@ -81,6 +82,7 @@ class Row:
         self._delivered = self.prompt_length
         self._stop_ids = request.stop_token_ids | _special_stops(request.stop_strings, tokenizer)
         self._text = TextTracker(tokenizer, request.stop_strings)
+        self._logprobs: dict[int, TokenLogprob] = {}  # by position, where the request asks
 
     # ------------------------------------------------------------------------------------------- what is needed next
     @property
@@ -130,6 +132,12 @@ class Row:
         index = (self.sub_block[0] - self.committed) // self.sub_block_size
         granted = steps_of_sub_block(steps, index, self.block_size // self.sub_block_size)
         return max(1, granted - self._sub_block_steps)
+
+    @property
+    def progress(self) -> float:
+        """The decided share of the working block, 0 to 1."""
+        state = self.state[self.committed : self.block_end]
+        return float(np.count_nonzero(state != MASKED)) / len(state)
 
     def canvas(self, start: int, end: int, mask_token_id: int | None) -> np.ndarray:
         """Ids of positions [start, end) as the model sees them: the mask token where masked."""
@@ -182,6 +190,10 @@ class Row:
         if self.frontier >= before[1]:
             self._sub_block_steps = 0
 
+    def keep_logprobs(self, reveals: Iterable[Reveal]) -> None:
+        """Remember the log-probabilities of decided tokens; every way a position is decided passes here."""
+        self._logprobs |= {r.position: r.logprob for r in reveals if r.logprob is not None}
+
     def _commit(self, end: int, head: int | None) -> None:
         self.state[self.committed : end] = COMMITTED
         self.committed = end
@@ -221,6 +233,12 @@ class Row:
         self._delivered = self.frontier
         return tokens, self._text.take()
 
+    def logprobs(self, count: int) -> tuple[TokenLogprob, ...] | None:
+        """Of the last `count` final tokens; None where the request does not ask."""
+        if self.request.logprobs is None:
+            return None
+        return tuple(self._logprobs[p] for p in range(self.frontier - count, self.frontier))
+
     def result(self) -> GenerationResult:
         """The answer of a finished row."""
         assert self.finish_reason is not None, "the row has not finished"
@@ -232,6 +250,7 @@ class Row:
             prompt_tokens=self.prompt_length,
             forwards=dict(self.forwards),
             steps_per_block=list(self.steps_per_block),
+            logprobs=self.logprobs(self.frontier - self.prompt_length),
         )
 
 

@@ -89,12 +89,41 @@ class PackConfig(Section):
 class DecodeSection(Section):
     """How answers are decoded when a request does not say."""
 
-    policy: str = Field("threshold", description="rule that reveals tokens: threshold, sequential or static")
-    threshold: float = Field(
-        0.9, gt=0, le=1, description="confidence (probability) above which a token is revealed; 1 reveals one a step"
+    policy: str = Field(
+        "threshold",
+        description="rule that reveals tokens: threshold, sequential, static, factor, frechet, entropy, dimple, "
+        "prophet or budgeted",
+    )
+    threshold: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="confidence (probability) above which the threshold policy reveals a token; 1 reveals one a step; "
+        "null means 0.9",
     )
     steps: int | None = Field(
-        None, ge=1, description="denoising steps per block of the static policy; null means one per token"
+        None,
+        ge=1,
+        description="denoising steps per block of the policies static, dimple, prophet and budgeted; null means one "
+        "per token",
+    )
+    factor: float | None = Field(
+        None, gt=0, description="bound of the factor policy, higher reveals more; null means 1"
+    )
+    gamma: float | None = Field(
+        None,
+        ge=0,
+        description="confidence bound of dimple and budgeted (null means 0.95 and 0.8), or the entropy in nats that "
+        "the entropy policy spends a step (null means 0.1)",
+    )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="probability that the frechet policy risks a step, the sum of (1 - confidence); null means 0.5",
+    )
+    refresh: Literal["always", "sub_block"] = Field(
+        "always",
+        description="when the whole block runs: always (exact), or sub_block: once a sub-block, faster and approximate",
     )
     sub_block_size: int | None = Field(
         None, ge=1, description="tokens denoised together, a divisor of the block; null means the checkpoint's"
@@ -112,13 +141,7 @@ class DecodeSection(Section):
     def decode_config(self, *, adapted: bool) -> DecodeConfig:
         """The decoder's view; `adapted` decides what mode auto means."""
         mode = ("diffusion" if adapted else "ar") if self.mode == "auto" else self.mode
-        return DecodeConfig(
-            mode=mode,
-            policy=self.policy,
-            threshold=self.threshold,
-            steps=self.steps,
-            sub_block_size=self.sub_block_size,
-        )
+        return DecodeConfig(**{**self.model_dump(exclude={"dtype"}), "mode": mode})
 
 
 class EngineSection(Section):

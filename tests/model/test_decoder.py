@@ -88,8 +88,18 @@ def mixed_requests() -> list[GenerationRequest]:
         {"refresh": "sub_block"},
         {"sub_block_size": 8},
         {"sub_block_size": 1, "threshold": 0.2},
+        {"policy": "factor"},
+        {"policy": "frechet", "budget": 0.9},
+        {"policy": "entropy", "gamma": 0.8, "temperature": 0.7, "min_p": 0.1, "seed": 8},
+        {"policy": "dimple", "gamma": 0.5, "steps": 4},
+        {"policy": "prophet", "refresh": "sub_block"},
+        {"policy": "budgeted", "gamma": 0.5, "steps": 4},
+        {"repetition_penalty": 1.3, "logprobs": 2},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.9, "seed": 9, "logprobs": 20},
+        {"logit_bias": ((40, 5.0), (41, -100.0)), "repetition_penalty": 0.8, "logprobs": 0},
+        {"mode": "ar", "repetition_penalty": 1.2, "frequency_penalty": -0.5, "min_p": 0.05, "temperature": 1.1},
     ]
-    lengths = [*EDGES, 40, 61]
+    lengths = [*EDGES, 40, 61, *EDGES, 33, 60]
     return [
         make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
         for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))
@@ -101,7 +111,7 @@ def alone(sharp_backbone: Backbone) -> dict[str, tuple[int, ...]]:
     return {r.id: answer(sharp_backbone, r).token_ids for r in mixed_requests()}
 
 
-@pytest.mark.parametrize("rows", [1, 3, 10])
+@pytest.mark.parametrize("rows", [1, 3, 20])
 def test_a_request_alone_equals_the_same_request_in_a_batch(
     sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], rows: int
 ) -> None:

@@ -79,7 +79,10 @@ class NaiveRow:
 
 
 def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[int, ...], list[int]]:
-    """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache."""
+    """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache.
+
+    Penalties and biases are followed too, counted literally.
+    """
     prompt, decode = list(request.prompt_ids), request.decode
     limit = len(prompt) + request.max_tokens
     row = NaiveRow(list(prompt), [False] * len(prompt))
@@ -90,11 +93,11 @@ def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[
             row.ids.append(MASK)
             row.masked.append(True)
         if start and row.masked[start]:
-            row.ids[start], _ = _choice(_naive_logits(backbone, row.ids[:start], start)[-1])
+            row.ids[start], _ = _choice(_naive_logits(backbone, row.ids[:start], start)[-1], request, row)
             row.masked[start] = False
         taken = 0
         while not _naive_end(request, row, len(prompt), limit) and any(row.masked[start:]):
-            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, decode)
+            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, request)
             taken += 1
         if taken:
             steps.append(taken)
@@ -103,16 +106,16 @@ def naive_decode(backbone: Backbone, request: GenerationRequest) -> tuple[tuple[
         start += BLOCK
 
 
-def _naive_step(backbone: Backbone, row: NaiveRow, start: int, sub_block: int, decode: DecodeConfig) -> None:
+def _naive_step(backbone: Backbone, row: NaiveRow, start: int, sub_block: int, request: GenerationRequest) -> None:
     first = row.masked.index(True) // sub_block * sub_block
     slots = [p for p in range(first, first + sub_block) if row.masked[p]]
     logits = _naive_logits(backbone, row.ids, start)
-    choices = {p: _choice(logits[p - 1]) for p in slots}
-    if decode.policy == "sequential":
+    choices = {p: _choice(logits[p - 1], request, row) for p in slots}
+    if request.decode.policy == "sequential":
         opened = slots[:1]
     else:
         best = max(slots, key=lambda p: (choices[p][1], -p))
-        opened = [p for p in slots if choices[p][1] > (decode.threshold or 0.9) or p == best]
+        opened = [p for p in slots if choices[p][1] > (request.decode.threshold or 0.9) or p == best]
     for p in opened:
         row.ids[p], row.masked[p] = choices[p][0], False
 
@@ -135,9 +138,17 @@ def _naive_logits(backbone: Backbone, ids: list[int], start: int) -> Tensor:
         return logits_of(backbone.model, torch.tensor(ids), position, block[:, None] >= block[None])
 
 
-def _choice(logits: Tensor) -> tuple[int, float]:
-    """Most likely token and its probability, the mask token banned."""
-    logits = logits.clone()
+def _choice(logits: Tensor, request: GenerationRequest, row: NaiveRow) -> tuple[int, float]:
+    """Most likely token and its probability, penalties and biases applied, the mask token banned."""
+    logits, asked = logits.clone(), request.sampling
+    text = [token for token, masked in zip(row.ids, row.masked, strict=True) if not masked]
+    answer = [t for p, t in enumerate(row.ids) if p >= len(request.prompt_ids) and not row.masked[p]]
+    for token in set(text):
+        logits[token] *= asked.repetition_penalty if logits[token] < 0 else 1 / asked.repetition_penalty
+    for token in set(answer):
+        logits[token] -= asked.presence_penalty + asked.frequency_penalty * answer.count(token)
+    for token, bias in asked.logit_bias:
+        logits[token] += bias
     logits[MASK] = -torch.inf
     probability, token = logits.softmax(-1).max(-1)
     return int(token), float(probability)

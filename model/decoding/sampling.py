@@ -79,7 +79,8 @@ class Chosen:
     @property
     def logprob(self) -> Tensor:
         """Natural logarithm of each chosen token's probability, [N]."""
-        return self.logits.gather(-1, self.token[:, None])[:, 0] - self.normaliser
+        logprob = self.logits.gather(-1, self.token[:, None])[:, 0] - self.normaliser
+        return logprob.masked_fill(~self.normaliser.isfinite(), torch.nan)  # a draw may miss the token that is +inf
 
     @property
     def confidence(self) -> Tensor:

@@ -188,6 +188,8 @@ def test_entropy_gap_and_logprobs_are_those_of_the_deciding_distribution() -> No
     how = SlotSampling(torch.tensor([0, 1]), 2, plain=draws([1], temperature=0.01, seeds=torch.tensor([1])))
     chosen, both = choose(logits.clone(), how), torch.tensor([0, 1])
     assert float(chosen.entropy(both)[0]) == pytest.approx(math.log(4))
+    spread = logits[1, [0, 1, 3, 4]].softmax(-1)
+    assert float(chosen.entropy(both)[1]) == pytest.approx(-float((spread * spread.log()).sum()))
     assert chosen.gap(both).tolist() == pytest.approx([0.0, 1.5])
     expected = logits[1, [0, 1, 3, 4]].log_softmax(-1)
     assert float(chosen.logprob[1]) == pytest.approx(float(expected[1]))

@@ -55,8 +55,8 @@ class AnswerSettings:
 
 
 def answer_of(result: GenerationResult) -> Answer:
-    """One line of generate's output."""
-    return {
+    """One line of generate's output. Where the prompt asks, `logprobs`: each token's, and [token id, logprob] pairs."""
+    answer = {
         "id": result.id,
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -64,6 +64,11 @@ def answer_of(result: GenerationResult) -> Answer:
         "usage": {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens},
         "diffusion": diffusion_figures(result),
     }
+    if result.logprobs is not None:
+        answer["logprobs"] = [
+            {"logprob": token.logprob, "top": [list(t) for t in token.top]} for token in result.logprobs
+        ]
+    return answer
 
 
 def error_of(prompt: Prompt, message: str) -> Answer:

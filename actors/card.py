@@ -57,4 +57,6 @@ def sampling_defaults(config: GenerationConfig | None) -> SamplingParams:
         temperature=temperature if config.do_sample is True else 0.0,
         top_p=1.0 if config.top_p is None else float(config.top_p),
         top_k=0 if config.top_k is None else int(config.top_k),
+        min_p=0.0 if config.min_p is None else float(config.min_p),
+        repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
     )

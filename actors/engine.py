@@ -22,7 +22,17 @@ from actors.auto_mode import ModeChooser, calibration_rows
 from actors.calibration import measure_costs
 from actors.scheduler import Demand, Queue, plan_round
 from model.backbone import Backbone
-from model.decoding import Decoder, GenerationRequest, GenerationResult, Outcome, Phase, Reveal, Row, Turn
+from model.decoding import (
+    Decoder,
+    GenerationRequest,
+    GenerationResult,
+    Outcome,
+    Phase,
+    Reveal,
+    Row,
+    TokenLogprob,
+    Turn,
+)
 from model.errors import JobError, UserError
 
 logger = logging.getLogger(__name__)
@@ -58,11 +68,15 @@ class EngineConfig:
 # ------------------------------------------------------------------------------------------------- events
 @dataclass(frozen=True)
 class Delta:
-    """Tokens that are final, and text that is: whole characters, never a part of a stop string."""
+    """Tokens that are final, and text that is: whole characters, never a part of a stop string.
+
+    logprobs: one for each of token_ids, None where the request did not ask.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -389,7 +403,7 @@ class Engine:
             listener(Canvas(request.id, outcome.block_start, outcome.reveals))
         token_ids, text = row.take_delta()
         if token_ids or text:
-            listener(Delta(request.id, token_ids, text))
+            listener(Delta(request.id, token_ids, text, row.logprobs(len(token_ids))))
         if row.phase is Phase.DONE:
             result = row.result()
             if self._chooser is not None and result.mode == "diffusion":

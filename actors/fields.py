@@ -53,6 +53,13 @@ _SHARED: dict[str, FieldRule] = {
     "temperature": honoured("0 to 2; 0 is greedy; absent: the model's generation_config, greedy unless it samples"),
     "top_p": honoured("0 to 1"),
     "top_k": honoured("0 (off) or more; not OpenAI's"),
+    "min_p": honoured("0 (off) to 1: draws only tokens at least so likely beside the likeliest; not OpenAI's"),
+    "repetition_penalty": honoured(
+        "above 0; 1 is off; over prompt and answer; absent: the model's generation_config; not OpenAI's"
+    ),
+    "presence_penalty": honoured("-2 to 2; over the answer's tokens"),
+    "frequency_penalty": honoured("-2 to 2; over the answer's tokens"),
+    "logit_bias": honoured("token ids with biases from -100 to 100"),
     "seed": honoured("a 64-bit whole number; the same request and seed give the same answer; absent: drawn at random"),
     "stop": honoured("one string or up to four; the text ends before the first that appears"),
     "stream": honoured("server-sent events, ended by `[DONE]`"),
@@ -60,9 +67,6 @@ _SHARED: dict[str, FieldRule] = {
     "user": honoured("written to the request log"),
     "diffusion": honoured("how blocks are opened, see below; not OpenAI's"),
     "n": refused("one answer a request", 1),
-    "frequency_penalty": refused("no penalties", 0),
-    "presence_penalty": refused("no penalties", 0),
-    "logit_bias": refused("no biases", {}),
 }
 
 CHAT_FIELDS: dict[str, FieldRule] = {
@@ -72,8 +76,8 @@ CHAT_FIELDS: dict[str, FieldRule] = {
     **_SHARED,
     "max_completion_tokens": honoured("the newer name of `max_tokens`; both with different values is a 400"),
     "safety_identifier": honoured("written to the request log"),
-    "logprobs": refused("no log probabilities", False),
-    "top_logprobs": refused("no log probabilities"),
+    "logprobs": honoured("true: the log-probability of every token of the answer, see below"),
+    "top_logprobs": honoured("0 to 20, only with `logprobs`: also of so many most likely tokens"),
     "response_format": refused("no grammar is enforced", {"type": "text"}),
     "tools": refused("no tool calls", []),
     "tool_choice": refused("no tool calls", "none"),
@@ -101,7 +105,7 @@ COMPLETION_FIELDS: dict[str, FieldRule] = {
     "max_tokens": honoured("at least 1; exact; prompt and answer must fit the context; absent: 16"),
     "best_of": refused("one answer a request", 1),
     "echo": refused("the prompt is not repeated", False),
-    "logprobs": refused("no log probabilities"),
+    "logprobs": honoured("0 to 20: the log-probability of every token and of so many most likely ones, see below"),
     "suffix": refused("no text after the answer", ""),
 }
 

@@ -27,13 +27,16 @@ from actors.access import Access
 from actors.card import ModelCard
 from actors.engine import Canvas, Delta, Event, Failed, Finished
 from actors.fields import RequestError
-from actors.protocol import Call, ChatFields, CompletionFields, Kind, parse_call
+from actors.logprobs import Logprobs, LogprobWriter, Tokens
+from actors.protocol import Call, Kind, parse_call
+from actors.request_types import ChatFields, CompletionFields
 from actors.responses import DONE, Reply, canvas, error_body, sse
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import JobError, UserError
 
 READY_TIMEOUT_S = 5.0
+Shape = Callable[[Tokens, Logprobs | None], Awaitable[dict[str, Any] | None]]
 log = logging.getLogger("ray.serve.blockcast")
 
 
@@ -101,13 +104,15 @@ class Gateway:
             kind=kind,
             include_usage=call.include_usage,
         )
+        shape = self._logprobs_of(call, kind, served)
         self.admission.enter()
         run = Run(self, call)
         try:
             events = await run.begin()
             if call.stream:
-                return EventStream(_stream(reply, events), run.close)
-            return JSONResponse(reply.whole(await _result(events)))
+                return EventStream(_stream(reply, events, shape), run.close)
+            result = await _result(events)
+            return JSONResponse(reply.whole(result, await shape(result.token_ids, result.logprobs)))
         finally:
             if not (call.stream and run.begun):
                 run.close()
@@ -132,6 +137,18 @@ class Gateway:
             default_seed=uuid.uuid4().int >> 65,
         )
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse)
+
+    def _logprobs_of(self, call: Call, kind: Kind, served: Served) -> Shape:
+        """What puts the log-probabilities of this call's tokens into OpenAI's shape, where it asks for them."""
+        writer = LogprobWriter(served.card.tokenizer, kind)
+
+        async def shape(token_ids: Tokens, logprobs: Logprobs | None) -> dict[str, Any] | None:
+            if logprobs is None:
+                return None
+            write = partial(writer.write, token_ids, logprobs)
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, write)
+
+        return shape
 
     def abort(self, request_id: str) -> None:
         """Free the row of a client that left, without waiting for it."""
@@ -202,15 +219,15 @@ async def _chained(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Ev
         yield event
 
 
-async def _stream(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+async def _stream(reply: Reply, events: AsyncIterator[Event], shape: Shape) -> AsyncIterator[str]:
     """The events as SSE text. What fails after the status was sent becomes an error event, and no [DONE] follows it."""
     try:
         for chunk in reply.opening():
             yield sse(chunk)
         async for event in events:
             _raise_failure(event)
-            if isinstance(event, Delta) and event.text:
-                yield sse(reply.delta(event.text))
+            if isinstance(event, Delta) and (event.text or event.logprobs):
+                yield sse(reply.delta(event.text, await shape(event.token_ids, event.logprobs)))
             elif isinstance(event, Canvas):
                 yield sse(canvas(event), event="canvas")
             elif isinstance(event, Finished):

@@ -10,142 +10,43 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from actors.card import ModelCard
 from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, check_fields
+from actors.request_types import (
+    CallFields,
+    ChatFields,
+    CompletionFields,
+    DiffusionOptions,
+    Message,
+    StreamOptions,
+    Strict,
+    is_ids,
+)
 from model.config import MODES, BlockDiffusionConfig, DecodeConfig, check_sub_block, nearest_key
-from model.decoding import POLICIES, GenerationRequest, SamplingParams
-from model.decoding.requests import SEED_BOUND
+from model.decoding import GenerationRequest, SamplingParams
+from model.decoding.policies import check_policy
 from model.errors import UserError
 
-MAX_STOP_STRINGS = 4
 COMPLETION_MAX_TOKENS = 16
-POLICY_PARAMETERS = {"threshold": "threshold", "static": "steps"}
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
 NOT_ADAPTED = 'the model was not adapted to write blocks (no "block_diffusion" in its config.json)'
 JOB_FIELDS = ("model", "stream", "stream_options")
 
 Kind = Literal["chat", "completion"]
-
-
-# ------------------------------------------------------------------------------------------------- request types
-def _utf8(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("holds half of a surrogate pair, which is no text: send whole characters") from error
-    return text
-
-
-def _content(value: Any) -> Any:
-    """A message's content: a string, or a list of text parts, which are joined."""
-    if not isinstance(value, list):
-        return value
-    for i, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError(f"may hold parts of type 'text' only, which part {i} is not")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(f"part {i} must be {{'type': 'text', 'text': a string}} and nothing else")
-    return "".join(part["text"] for part in value)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-
-
-def _prompt(value: Any) -> Any:
-    """A prompt: a string or a list of token ids; a list of one prompt is that prompt."""
-    if isinstance(value, list) and len(value) == 1 and (isinstance(value[0], str) or _is_ids(value[0])):
-        value = value[0]
-    if isinstance(value, str):
-        return _utf8(value)
-    if _is_ids(value):
-        return tuple(value)
-    raise ValueError("must be one string or one list of token ids")
-
-
-def _stop(value: Any) -> Any:
-    """One string or up to four, as a tuple."""
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-        raise ValueError("must be a string or a list of strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise ValueError(f"may hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
-    if not all(strings):
-        raise ValueError("must not hold an empty string")
-    return tuple(_utf8(s) for s in strings)
-
-
-Text = Annotated[str, AfterValidator(_utf8)]
-
-
-class Strict(BaseModel):
-    """Exact JSON types, unknown keys refused, null equal to absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Message(Strict):
-    """One turn of a chat. OpenAI's other keys are accepted as null only."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_content)]
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    tool_calls: None = None
-    function_call: None = None
-
-
-class StreamOptions(Strict):
-    """include_usage: a last chunk with the usage of the whole request."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class DiffusionOptions(Strict):
-    """How this request wants its blocks opened; absent keys come from the server or the job."""
-
-    mode: str | None = None
-    policy: str | None = None
-    threshold: float | None = Field(None, gt=0, le=1)
-    steps: int | None = Field(None, ge=1)
-    sub_block_size: int | None = Field(None, ge=1)
-    trace: bool | None = None
-
-
-class CallFields(Strict):
-    """What chats and completions share."""
-
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=-SEED_BOUND, lt=SEED_BOUND)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: Text | None = None
-    diffusion: DiffusionOptions | None = None
-
-
-class ChatFields(CallFields):
-    """The honoured fields of POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    safety_identifier: Text | None = None
-
-
-class CompletionFields(CallFields):
-    """The honoured fields of POST /v1/completions."""
-
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
 
 
 @dataclass(frozen=True)
@@ -186,11 +87,12 @@ def parse_call(
         id=request_id,
         prompt_ids=prompt_ids,
         max_tokens=_max_tokens(parsed, len(prompt_ids), card),
-        sampling=_sampling(parsed, card.sampling, default_seed),
+        sampling=_sampling(parsed, card, default_seed),
         decode=decode_config(parsed.diffusion, decode, card.block_diffusion),
         stop_token_ids=card.stop_token_ids,
         stop_strings=parsed.stop or (),
         trace=trace,
+        logprobs=_logprobs(parsed),
     )
     options = parsed.stream_options
     identifier = parsed.safety_identifier if isinstance(parsed, ChatFields) else None
@@ -222,7 +124,7 @@ def generation_request(
         raise RequestError(f"a prompt needs one of messages, prompt and prompt_token_ids, and has {have}.")
     if "prompt_token_ids" in fields:
         ids = fields.pop("prompt_token_ids")
-        if not _is_ids(ids):
+        if not is_ids(ids):
             raise RequestError("prompt_token_ids must be a list of token ids.", param="prompt_token_ids")
         fields["prompt"] = ids
     kind: Kind = "chat" if "messages" in fields else "completion"
@@ -240,11 +142,15 @@ def derived_seed(seed: int, prompt_id: str) -> int:
 
 def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) -> DecodeConfig:
     """The choice of a server or a job, if its model can follow it; raises UserError where it cannot."""
-    if decode.mode == "diffusion":
+    if decode.mode == "auto" and adapted is None:
+        return decode
+    if decode.mode != "ar":
         if adapted is None:
             raise UserError(f"decode.mode diffusion: {NOT_ADAPTED}: set decode.mode ar, or give an adapted model.")
-        if decode.policy not in POLICIES:
-            raise UserError(f"decode.policy {decode.policy!r} is not known: {nearest_key(decode.policy, POLICIES)}")
+        try:
+            check_policy(decode)
+        except UserError as error:
+            raise UserError(f"decode.{error}") from error
         check_sub_block(decode.sub_block_size or adapted.sub_block_size, adapted.block_size)
     return decode
 
@@ -259,18 +165,20 @@ def decode_config(
     mode = given.get("mode", default.mode)
     if mode not in MODES:
         raise RequestError(f"diffusion.mode must be one of {', '.join(MODES)}, not {mode!r}.", param="diffusion.mode")
-    if mode == "ar":
+    if mode == "ar" or (mode == "auto" and adapted is None):
         return _ar_config(given, adapted)
     if adapted is None:
         raise RequestError(
             f"diffusion.mode 'diffusion': {NOT_ADAPTED}: send mode 'ar', or ask an adapted model.",
             param="diffusion.mode",
         )
-    policy = given.get("policy", default.policy)
-    _check_policy(policy, given)
+    if given.get("policy", default.policy) != default.policy:  # its parameters mean nothing to another policy
+        kept = {name: getattr(default, name) for name in ("sub_block_size", "refresh", "fused")}
+        default = DecodeConfig(**kept)
+    chosen = _chosen(default, {**given, "mode": mode})
     if "sub_block_size" in given:
         _named("diffusion.sub_block_size", check_sub_block, given["sub_block_size"], adapted.block_size)
-    return replace(default, **{**given, "mode": mode, "policy": policy})
+    return chosen
 
 
 def _ar_config(given: Mapping[str, Any], adapted: BlockDiffusionConfig | None) -> DecodeConfig:
@@ -281,23 +189,35 @@ def _ar_config(given: Mapping[str, Any], adapted: BlockDiffusionConfig | None) -
     return DecodeConfig(mode="ar")
 
 
-def _check_policy(policy: str, given: Mapping[str, Any]) -> None:
-    if policy not in POLICIES:
-        hint = nearest_key(policy, POLICIES)
-        raise RequestError(f"diffusion.policy {policy!r} is not known: {hint}", param="diffusion.policy")
-    for name in POLICY_PARAMETERS.values():
-        if name in given and name != POLICY_PARAMETERS.get(policy):
-            message = f"diffusion.{name} has no effect with policy {policy!r}: leave it out."
-            raise RequestError(message, param=f"diffusion.{name}")
+def _chosen(default: DecodeConfig, given: Mapping[str, Any]) -> DecodeConfig:
+    try:
+        chosen = replace(default, **given)
+        check_policy(chosen)
+    except UserError as error:  # which begins with the field
+        raise RequestError(f"diffusion.{error}", param=f"diffusion.{str(error).split()[0]}") from error
+    return chosen
 
 
 # ------------------------------------------------------------------------------------------------- the parts
-def _sampling(parsed: CallFields, default: SamplingParams, default_seed: int) -> SamplingParams:
-    given = {name: getattr(parsed, name) for name in ("temperature", "top_p", "top_k")}
+def _sampling(parsed: CallFields, card: ModelCard, default_seed: int) -> SamplingParams:
+    given = {name: getattr(parsed, name) for name in SAMPLING_FIELDS}
     values = {name: value for name, value in given.items() if value is not None}
     if values.get("top_p") == 0:  # the smallest nucleus: the most likely token alone
         values |= {"top_p": 1.0, "top_k": 1}
-    return replace(default, **values, seed=default_seed if parsed.seed is None else parsed.seed)
+    for token, _ in parsed.logit_bias or ():
+        if token >= card.vocab_size:
+            message = f"logit_bias names the token id {token}, outside the vocabulary of {card.vocab_size}."
+            raise RequestError(message, param="logit_bias")
+    return replace(card.sampling, **values, seed=default_seed if parsed.seed is None else parsed.seed)
+
+
+def _logprobs(parsed: ChatFields | CompletionFields) -> int | None:
+    """How many of the most likely tokens to tell beside each chosen one; None: no log-probabilities at all."""
+    if isinstance(parsed, CompletionFields):
+        return parsed.logprobs
+    if parsed.top_logprobs is not None and not parsed.logprobs:
+        raise RequestError("top_logprobs may only be sent with logprobs: true.", param="top_logprobs")
+    return (parsed.top_logprobs or 0) if parsed.logprobs else None
 
 
 def _chat_ids(parsed: ChatFields, card: ModelCard) -> tuple[int, ...]:

@@ -18,18 +18,20 @@ DONE = "data: [DONE]\n\n"
 def diffusion_figures(result: GenerationResult) -> dict[str, Any]:
     """How the answer came about: the forwards its row took part in, and the denoising steps of each block."""
     return {
+        "mode": result.mode,
         "forwards": dict(result.forwards),
         "tokens_per_forward": result.tokens_per_forward,
         "steps_per_block": list(result.steps_per_block),
     }
 
 
-def usage(result: GenerationResult) -> dict[str, int]:
+def usage(result: GenerationResult) -> dict[str, Any]:
     """Tokens; the stop token counts."""
     return {
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
         "total_tokens": result.prompt_tokens + result.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": result.cached_tokens},
     }
 
 
@@ -44,22 +46,22 @@ class Reply:
     kind: Kind
     include_usage: bool = False
 
-    def whole(self, result: GenerationResult) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+    def whole(self, result: GenerationResult, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of a request that does not stream. logprobs: as `LogprobWriter` shapes them."""
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
         else:
             content = {"text": result.text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": result.finish_reason}
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
         return {**self._head(0), "choices": [choice], "usage": usage(result), "diffusion": diffusion_figures(result)}
 
     def opening(self) -> list[dict[str, Any]]:
         """A chat's stream begins with the role; a completion's with its first text."""
         return [self._chunk({"role": "assistant", "content": ""})] if self.kind == "chat" else []
 
-    def delta(self, text: str) -> dict[str, Any]:
-        """A piece of final text."""
-        return self._chunk({"content": text} if self.kind == "chat" else text)
+    def delta(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A piece of final text; with log-probabilities, those of the tokens that became final with it."""
+        return self._chunk({"content": text} if self.kind == "chat" else text, logprobs=logprobs)
 
     def closing(self, result: GenerationResult) -> list[dict[str, Any]]:
         """The chunk with finish_reason and `diffusion`, then the usage where it was asked for."""
@@ -77,9 +79,11 @@ class Reply:
             "system_fingerprint": f"blockcast-{self.revision}",
         }
 
-    def _chunk(self, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, content: Any, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         key = "delta" if self.kind == "chat" else "text"
-        choice = {"index": 0, key: content, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": 0, key: content, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = {**self._head(1), "choices": [choice]}
         return {**chunk, "usage": None} if self.include_usage else chunk
 

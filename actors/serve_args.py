@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from actors.access import KEYS_VARIABLE, is_loopback
-from model.config import DecodeConfig, nearest_key
+from model.config import FUSED_DEFAULT, DecodeConfig, nearest_key
 from model.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,15 +34,22 @@ class Args(BaseModel):
 class DecodeArgs(Args):
     """How blocks are opened where a request does not say (its `diffusion` object)."""
 
-    mode: Literal["auto", "diffusion", "ar"] = Field("auto", description="auto: diffusion where the model was adapted")
+    mode: Literal["diffusion", "ar", "auto"] | None = Field(
+        None, description="auto: by load, whichever answers sooner; absent: diffusion where the model was adapted"
+    )
     policy: str = Field("threshold", description="reveal rule")
-    threshold: float = Field(0.9, gt=0, le=1, description="confidence above which the threshold policy reveals")
-    steps: int | None = Field(None, ge=1, description="denoising steps per block of the static policy")
+    threshold: float | None = Field(None, gt=0, le=1, description="confidence above which threshold reveals; 0.9")
+    steps: int | None = Field(None, ge=1, description="denoising steps a block, of the policies with a schedule")
+    factor: float | None = Field(None, gt=0, allow_inf_nan=False, description="bound of the factor policy; 1")
+    gamma: float | None = Field(None, ge=0, allow_inf_nan=False, description="of dimple, budgeted, entropy")
+    budget: float | None = Field(None, gt=0, allow_inf_nan=False, description="of the frechet policy; 0.5")
+    refresh: str = Field("always", description="always; sub_block or every:N: the approximate sub-block cache")
+    fused: str = Field(FUSED_DEFAULT, description="commit and next step in one forward: off, speculative, masked_head")
     sub_block_size: int | None = Field(None, ge=1, description="tokens denoised together; absent: the model's own")
 
     def decode_config(self, *, adapted: bool) -> DecodeConfig:
-        mode = ("diffusion" if adapted else "ar") if self.mode == "auto" else self.mode
-        return DecodeConfig(**{**self.model_dump(), "mode": mode})
+        mode = self.mode or ("diffusion" if adapted else "ar")
+        return DecodeConfig.in_section(**{**self.model_dump(), "mode": mode})
 
 
 class EngineArgs(Args):
@@ -51,6 +58,8 @@ class EngineArgs(Args):
     max_rows: int = Field(8, ge=1, description="requests decoded together")
     max_length: int | None = Field(None, ge=2, description="longest prompt and answer, in tokens; absent: the context")
     prefill_tokens: int = Field(512, ge=1, description="prompt tokens read a round, so that decoding rows go on")
+    pages: int | None = Field(None, ge=1, description="cache pages of one block; absent: for max_rows, 65,536 tokens")
+    prefix_cache: bool = Field(True, description="whether a prompt's known beginning is found in the cache")
 
 
 class ServeArgs(Args):

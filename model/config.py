@@ -19,6 +19,7 @@ METHODS = ("fast_dllm_v2",)
 MODES = ("diffusion", "ar", "auto")
 REFRESHES = ("always", "sub_block", "every:N")
 FUSED = ("off", "masked_head", "speculative")
+FUSED_DEFAULT = "off"
 NEVER = 1 << 30
 
 
@@ -103,7 +104,9 @@ class DecodeConfig:
 
     mode: "diffusion" (blocks), "ar" (same weights, causal, token by token), or "auto", whichever of the two the engine
     expects to answer sooner at its present load ("ar" for a model that was not adapted).
-    policy: a name in `model.decoding.policies.POLICIES`; threshold in (0, 1]; steps per block for `static`.
+    policy: a name in `model.decoding.policies.POLICIES`. Its parameters, each refused with a policy that does not take
+    it (`check_policy`): threshold, a probability in (0, 1]; steps, denoising steps of a block; factor and budget, above
+    0; gamma, a probability for `dimple` and `budgeted`, nats for `entropy`.
     refresh: when the whole block runs: "always" (exact); "sub_block", at the start of each sub-block only (the
     published sub-block cache, approximate); "every:N", also after N - 1 steps of it alone ("every:1" is "always").
     fused: whether a commit and the next block's first step share a forward: "off"; "speculative", with a guessed first
@@ -112,11 +115,14 @@ class DecodeConfig:
 
     mode: str = "diffusion"
     policy: str = "threshold"
-    threshold: float = 0.9
+    threshold: float | None = None
     steps: int | None = None
     sub_block_size: int | None = None
     refresh: str = "always"
-    fused: str = "off"
+    factor: float | None = None
+    gamma: float | None = None
+    budget: float | None = None
+    fused: str = FUSED_DEFAULT
 
     @property
     def refresh_every(self) -> int:
@@ -130,9 +136,31 @@ class DecodeConfig:
         _check(self.refresh_every >= 1, f"refresh must be one of {', '.join(REFRESHES)}, not {self.refresh!r}.")
         _check(self.fused in FUSED, f"fused must be one of {', '.join(FUSED)}, not {self.fused!r}.")
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}.")
-        _check(0.0 < self.threshold <= 1.0, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
-        _check(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps!r}.")
-        _check(
-            self.sub_block_size is None or self.sub_block_size >= 1,
-            f"sub_block_size must be at least 1, not {self.sub_block_size!r}.",
-        )
+        inside = self.threshold is None or 0.0 < self.threshold <= 1.0
+        _check(inside, f"threshold must be above 0 and at most 1, not {self.threshold!r}.")
+        for name, value in (("steps", self.steps), ("sub_block_size", self.sub_block_size)):
+            _check(value is None or value >= 1, f"{name} must be at least 1, not {value!r}.")
+        for name, bound in (("factor", self.factor), ("budget", self.budget)):
+            positive = bound is None or 0.0 < bound < float("inf")
+            _check(positive, f"{name} must be above 0 and finite, not {bound!r}.")
+        finite = self.gamma is None or 0.0 <= self.gamma < float("inf")
+        _check(finite, f"gamma must be 0 or more and finite, not {self.gamma!r}.")
+
+    @classmethod
+    def in_section(cls, **values: Any) -> DecodeConfig:
+        """From a job's or server's section `decode`. Raises UserError that names the key with its section."""
+        try:
+            return cls(**values)
+        except UserError as error:  # which begins with the field
+            raise UserError(f"decode.{error}") from error
+
+    def parameter(self, name: str) -> float | None:
+        """The value of a policy's parameter, None where the policy's default holds."""
+        values = {
+            "threshold": self.threshold,
+            "steps": self.steps,
+            "factor": self.factor,
+            "gamma": self.gamma,
+            "budget": self.budget,
+        }
+        return values[name]

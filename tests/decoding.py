@@ -40,7 +40,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def make_request(
     name: str, prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (), **fields: Any
 ) -> GenerationRequest:
-    """A request; DecodeConfig's and SamplingParams' fields by their names, threshold 0.4 unless given."""
+    """A request; DecodeConfig's and SamplingParams' fields by their names; without a policy, threshold 0.4."""
     decode = {k: fields.pop(k) for k in list(fields) if k in DecodeConfig.__dataclass_fields__}
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__dataclass_fields__}
     return GenerationRequest(
@@ -48,7 +48,7 @@ def make_request(
         prompt_ids=tuple(prompt),
         max_tokens=max_tokens,
         sampling=SamplingParams(**sampling),
-        decode=DecodeConfig(**{"threshold": 0.4, **decode}),
+        decode=DecodeConfig(**{**({} if "policy" in decode else {"threshold": 0.4}), **decode}),
         stop_token_ids=frozenset(stop),
         **fields,
     )
@@ -88,8 +88,18 @@ def mixed_requests() -> list[GenerationRequest]:
         {"fused": "speculative", "refresh": "sub_block"},
         {"fused": "masked_head", "temperature": 0.9, "seed": 8},
         {"refresh": "every:2", "sub_block_size": 8},
+        {"policy": "factor"},
+        {"policy": "frechet", "budget": 0.9},
+        {"policy": "entropy", "gamma": 0.8, "temperature": 0.7, "min_p": 0.1, "seed": 8},
+        {"policy": "dimple", "gamma": 0.5, "steps": 4},
+        {"policy": "prophet", "refresh": "sub_block", "fused": "speculative"},
+        {"policy": "budgeted", "gamma": 0.5, "steps": 4, "fused": "speculative"},
+        {"repetition_penalty": 1.3, "logprobs": 2},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.9, "seed": 9, "logprobs": 20},
+        {"logit_bias": ((40, 5.0), (41, -100.0)), "repetition_penalty": 0.8, "logprobs": 0, "fused": "masked_head"},
+        {"mode": "ar", "repetition_penalty": 1.2, "frequency_penalty": -0.5, "min_p": 0.05, "temperature": 1.1},
     ]
-    lengths = [*EDGES, 40, 61, *EDGES[1:6]]
+    lengths = [*EDGES, 40, 61, *EDGES[1:6], *EDGES, 33, 60]
     return [
         make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
         for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))
@@ -111,6 +121,7 @@ def naive_decode(
     """(token ids, steps per block) of a greedy threshold or sequential request, block by block without any cache.
 
     masked_head: the first step after a commit (or after a prompt of whole blocks) does not see the block's first token.
+    Penalties and biases are followed too, counted literally.
     """
     prompt, decode = list(request.prompt_ids), request.decode
     limit = len(prompt) + request.max_tokens
@@ -122,12 +133,12 @@ def naive_decode(
             row.ids.append(MASK)
             row.masked.append(True)
         if start and row.masked[start]:
-            row.ids[start], _ = _choice(_naive_logits(backbone, row.ids[:start], start)[-1])
+            row.ids[start], _ = _choice(_naive_logits(backbone, row.ids[:start], start)[-1], request, row)
             row.masked[start] = False
         taken = 0
         while not _naive_end(request, row, len(prompt), limit) and any(row.masked[start:]):
             hidden = masked_head and not taken and start >= len(prompt)
-            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, decode, hidden)
+            _naive_step(backbone, row, start, decode.sub_block_size or SUB_BLOCK, request, hidden)
             taken += 1
         if taken:
             steps.append(taken)
@@ -137,18 +148,18 @@ def naive_decode(
 
 
 def _naive_step(
-    backbone: Backbone, row: NaiveRow, start: int, sub_block: int, decode: DecodeConfig, head_hidden: bool
+    backbone: Backbone, row: NaiveRow, start: int, sub_block: int, request: GenerationRequest, head_hidden: bool
 ) -> None:
     first = row.masked.index(True) // sub_block * sub_block
     slots = [p for p in range(first, first + sub_block) if row.masked[p]]
     seen = [*row.ids[:start], MASK, *row.ids[start + 1 :]] if head_hidden else row.ids
     logits = _naive_logits(backbone, seen, start)
-    choices = {p: _choice(logits[p - 1]) for p in slots}
-    if decode.policy == "sequential":
+    choices = {p: _choice(logits[p - 1], request, row) for p in slots}
+    if request.decode.policy == "sequential":
         opened = slots[:1]
     else:
         best = max(slots, key=lambda p: (choices[p][1], -p))
-        opened = [p for p in slots if choices[p][1] > decode.threshold or p == best]
+        opened = [p for p in slots if choices[p][1] > (request.decode.threshold or 0.9) or p == best]
     for p in opened:
         row.ids[p], row.masked[p] = choices[p][0], False
 
@@ -171,9 +182,17 @@ def _naive_logits(backbone: Backbone, ids: list[int], start: int) -> Tensor:
         return logits_of(backbone.model, torch.tensor(ids), position, block[:, None] >= block[None])
 
 
-def _choice(logits: Tensor) -> tuple[int, float]:
-    """Most likely token and its probability, the mask token banned."""
-    logits = logits.clone()
+def _choice(logits: Tensor, request: GenerationRequest, row: NaiveRow) -> tuple[int, float]:
+    """Most likely token and its probability, penalties and biases applied, the mask token banned."""
+    logits, asked = logits.clone(), request.sampling
+    text = [token for token, masked in zip(row.ids, row.masked, strict=True) if not masked]
+    answer = [t for p, t in enumerate(row.ids) if p >= len(request.prompt_ids) and not row.masked[p]]
+    for token in set(text):
+        logits[token] *= asked.repetition_penalty if logits[token] < 0 else 1 / asked.repetition_penalty
+    for token in set(answer):
+        logits[token] -= asked.presence_penalty + asked.frequency_penalty * answer.count(token)
+    for token, bias in asked.logit_bias:
+        logits[token] += bias
     logits[MASK] = -torch.inf
     probability, token = logits.softmax(-1).max(-1)
     return int(token), float(probability)

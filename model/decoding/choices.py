@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model.decoding.packing import Slots, Turn
-from model.decoding.policies import POLICIES, RevealInputs
-from model.decoding.sampling import Draws, SlotSampling, choose
+from model.decoding.penalties import edits_of
+from model.decoding.policies import POLICIES, Policy, RevealInputs
+from model.decoding.requests import TokenLogprob
+from model.decoding.sampling import Chosen, Draws, SlotSampling, choose
 
 
 @dataclass(frozen=True)
 class Choices:
-    """On the host, arrays [N] beside the round's `Slots`: token int64, confidence float64 (NaN: bad logits), opens."""
+    """On the host, arrays [N] beside the round's `Slots`: token int64, confidence float64 (NaN: bad logits), opens.
+
+    logprobs: of the slots whose request asks for them, by slot.
+    """
 
     token: np.ndarray
     confidence: np.ndarray
     opens: np.ndarray
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
 
 
 def decide(turns: Sequence[Turn], slots: Slots, logits: Tensor, banned_token_id: int | None) -> Choices:
-    """Choose tokens from logits [N, V] and ask the rows' policies; reads the device once.
+    """Choose tokens from logits [N, V] and ask the rows' policies; reads the device once, twice for log-probabilities.
 
     banned_token_id: the mask token, which diffusion rows never choose nor count in a confidence.
     """
-    token, confidence = choose(logits, _sampling(turns, slots, banned_token_id, logits.device))
-    opens = _opens(turns, slots, confidence)
-    host = torch.stack([token.double(), confidence.double(), opens.double()]).cpu().numpy()
-    return Choices(host[0].astype(np.int64), host[1], host[2].astype(bool))
+    chosen = choose(logits, _sampling(turns, slots, banned_token_id, logits.device))
+    confidence = chosen.confidence
+    opens = _opens(turns, slots, chosen, confidence)
+    host = torch.stack([chosen.token.double(), confidence.double(), opens.double()]).cpu().numpy()
+    return Choices(host[0].astype(np.int64), host[1], host[2].astype(bool), _logprobs(turns, slots, chosen))
 
 
+# ------------------------------------------------------------------------------------------------- tokens
 def _sampling(turns: Sequence[Turn], slots: Slots, banned_token_id: int | None, device: torch.device) -> SlotSampling:
     asked = [turn.row.request.sampling for turn in turns]
     causal = np.array([turn.row.causal for turn in turns])
-    plain = [i for i, s in enumerate(asked) if not s.greedy and not s.top_k and s.top_p == 1.0]
-    cut = [i for i, s in enumerate(asked) if not s.greedy and (s.top_k or s.top_p < 1.0)]
+    plain = [i for i, s in enumerate(asked) if not s.greedy and not s.cuts]
+    cut = [i for i, s in enumerate(asked) if not s.greedy and s.cuts]
     return SlotSampling(
         banned=torch.from_numpy(np.flatnonzero(~causal[slots.turn])).to(device),
         banned_token_id=banned_token_id,
         plain=_draws(turns, slots, plain, device) if plain else None,
         cut=_draws(turns, slots, cut, device) if cut else None,
+        edits=edits_of(turns, slots, device),
     )
 
 
@@ -64,13 +73,15 @@ def _draws(turns: Sequence[Turn], slots: Slots, drawing: list[int], device: torc
         temperature=tensor([float(s.temperature) for s in asked]),
         top_p=tensor([float(s.top_p) for s in asked]),
         top_k=tensor([s.top_k for s in asked]),
+        min_p=tensor([float(s.min_p) for s in asked]),
         seed=tensor([s.seed for s in asked]),
         position=tensor(slots.position[slot]),
         step=tensor(np.where(slots.denoised[slot], steps, 0)),
     )
 
 
-def _opens(turns: Sequence[Turn], slots: Slots, confidence: Tensor) -> Tensor:
+# ------------------------------------------------------------------------------------------------- reveals
+def _opens(turns: Sequence[Turn], slots: Slots, chosen: Chosen, confidence: Tensor) -> Tensor:
     """Bool [N]: heads always, other slots as their row's policy says."""
     opens = torch.from_numpy(slots.head).to(confidence.device)
     denoised = np.flatnonzero(slots.denoised)
@@ -78,11 +89,13 @@ def _opens(turns: Sequence[Turn], slots: Slots, confidence: Tensor) -> Tensor:
     for name in np.unique(names):
         slot = denoised[names == name]
         where = torch.from_numpy(slot).to(confidence.device)
-        opens[where] = _ask_policy(str(name), turns, slots, slot, confidence[where])
+        opens[where] = _ask_policy(POLICIES[str(name)], turns, slots, slot, confidence[where], chosen)
     return opens
 
 
-def _ask_policy(name: str, turns: Sequence[Turn], slots: Slots, slot: np.ndarray, confidence: Tensor) -> Tensor:
+def _ask_policy(
+    policy: Policy, turns: Sequence[Turn], slots: Slots, slot: np.ndarray, confidence: Tensor, chosen: Chosen
+) -> Tensor:
     """Lay the slots [M] out as rows by block columns, ask, and read the answer back as bool [M]."""
     device = confidence.device
     members, line = np.unique(slots.turn[slot], return_inverse=True)
@@ -90,10 +103,47 @@ def _ask_policy(name: str, turns: Sequence[Turn], slots: Slots, slot: np.ndarray
     shape = (len(rows), max(row.block_size for row in rows))
     at = (torch.from_numpy(line).to(device), torch.from_numpy(slots.column[slot]).to(device))
     true = torch.ones((), dtype=torch.bool, device=device)
+
+    def laid_out(values: Tensor) -> Tensor:
+        return values.new_zeros(shape).index_put_(at, values)
+
+    def of_rows(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=confidence.dtype, device=device)
+
+    taken = [name for name in policy.parameters if name != "steps"]
+    where = torch.from_numpy(slot).to(device)
     inputs = RevealInputs(
-        confidence=confidence.new_zeros(shape).index_put_(at, confidence),
+        confidence=laid_out(confidence),
         candidates=torch.zeros(shape, dtype=torch.bool, device=device).index_put_(at, true),
-        threshold=torch.tensor([row.request.decode.threshold for row in rows], dtype=confidence.dtype, device=device),
         steps_left=torch.tensor([turns[i].query.steps_left for i in members], device=device),
+        progress=of_rows([turns[i].query.progress for i in members]),
+        parameters={name: of_rows([policy.value(row.request.decode, name) for row in rows]) for name in taken},
+        features={name: laid_out(_feature(name, chosen, where)) for name in policy.needs},
     )
-    return POLICIES[name](inputs)[at]
+    return policy(inputs)[at]
+
+
+def _feature(name: str, chosen: Chosen, slot: Tensor) -> Tensor:
+    """What a policy wants to know of slots [M] beside their confidence."""
+    return chosen.entropy(slot) if name == "entropy" else chosen.gap(slot)
+
+
+# ------------------------------------------------------------------------------------------------- log-probabilities
+def _logprobs(turns: Sequence[Turn], slots: Slots, chosen: Chosen) -> dict[int, TokenLogprob]:
+    """By slot, for those whose request asks; each request gets as many of the most likely tokens as it wants."""
+    wanted = [turn.row.request.logprobs for turn in turns]
+    slot = np.flatnonzero(np.isin(slots.turn, [i for i, n in enumerate(wanted) if n is not None]))
+    if not len(slot):
+        return {}
+    counts = [wanted[i] or 0 for i in slots.turn[slot]]
+    where = torch.from_numpy(slot).to(chosen.logits.device)
+    tokens, values = chosen.top_logprobs(where, max(counts))
+    host = torch.cat([chosen.logprob[where, None], tokens, values], dim=1).double().cpu().tolist()
+    return {int(s): _token_logprob(line, n) for s, line, n in zip(slot, host, counts, strict=True)}
+
+
+def _token_logprob(line: list[float], n: int) -> TokenLogprob:
+    """From [logprob, tokens..., their logprobs...]; a banned token has no logarithm and is left out."""
+    width = len(line) // 2
+    top = zip(map(int, line[1 : 1 + n]), line[1 + width : 1 + width + n], strict=True)
+    return TokenLogprob(line[0], tuple((token, value) for token, value in top if value > float("-inf")))

@@ -206,7 +206,7 @@ def _apply(turn: Turn, slots: Slots, choices: Choices, mine: range) -> Outcome:
         why = f"The model's logits are not finite at position {where}: its weights may be damaged."
         return Outcome(row, query.phase, error=why)
     opened = [
-        Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i]))
+        Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i]), choices.logprobs.get(i))
         for i in mine
         if choices.opens[i]
     ]

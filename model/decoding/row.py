@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from model.config import BlockDiffusionConfig
 from model.decoding.policies import steps_of_sub_block
-from model.decoding.requests import GenerationRequest, GenerationResult
+from model.decoding.requests import GenerationRequest, GenerationResult, TokenLogprob
 from model.decoding.text import TextTracker
 from model.pages import Key
 
@@ -52,11 +52,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Reveal:
-    """A position decided in a step, with the confidence in its token."""
+    """A position decided in a step, with the confidence in its token, and its log-probability where it was asked."""
 
     position: int
     token: int
     confidence: float
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Query:
     [start, keep) are clean tokens that this forward commits, [keep, end) the canvas of a working block, or a part of
     one. head: position `keep` is decided outright from the logit before it. candidates: masked positions int64 that
     the policy chooses from, of the block that begins at `block_start`; step and steps_left: denoising steps which that
-    block has had, and which its policy's budget grants. guess: the last logit also guesses position `end`. assumed:
-    the guess that stands at `keep` in the canvas.
+    block has had, and which its policy's budget grants; progress: the decided share of that block. guess: the
+    last logit also guesses position `end`. assumed: the guess that stands at `keep` in the canvas.
     """
 
     phase: Phase
@@ -80,6 +81,7 @@ class Query:
     block_start: int = 0
     step: int = 0
     steps_left: int = 1
+    progress: float = 0.0
     guess: bool = False
     assumed: int | None = None
 
@@ -131,6 +133,7 @@ class Row:
         self._delivered = self.prompt_length
         self._stop_ids = request.stop_token_ids | _special_stops(request.stop_strings, tokenizer)
         self._text = TextTracker(tokenizer, request.stop_strings)
+        self._logprobs: dict[int, TokenLogprob] = {}  # by position, where the request asks
 
     # ------------------------------------------------------------------------------------------- what is needed next
     @property
@@ -187,6 +190,7 @@ class Row:
             block_start=self.committed,
             step=self.block_steps,
             steps_left=self._steps_left(candidates, self._sub_block_steps),
+            progress=self._progress(self.committed, self.block_end),
             guess=last and self.request.fused == "speculative" and self.block_end < self.end,
         )
 
@@ -214,6 +218,7 @@ class Row:
             block_start=keep,
             step=0 if fresh else self.block_steps,
             steps_left=self._steps_left(candidates, 0 if fresh else self._sub_block_steps),
+            progress=self._progress(keep, end) + (assumed is not None) / (end - keep),
             assumed=assumed,
         )
 
@@ -240,6 +245,10 @@ class Row:
         index = int(candidates[0]) % self.block_size // self.sub_block_size
         granted = steps_of_sub_block(steps, index, self.block_size // self.sub_block_size)
         return max(1, granted - taken)
+
+    def _progress(self, start: int, end: int) -> float:
+        """The decided share of the block [start, end), 0 to 1."""
+        return float(np.count_nonzero(self.state[start:end])) / (end - start)
 
     def _canvas(self, start: int, end: int) -> np.ndarray:
         """Ids of positions [start, end) as the model sees them: the mask token where masked."""
@@ -293,6 +302,8 @@ class Row:
         assert self.state[reveal.position] == MASKED, f"position {reveal.position} was decided already"
         self.tokens[reveal.position] = reveal.token
         self.state[reveal.position] = DECIDED
+        if reveal.logprob is not None:
+            self._logprobs[reveal.position] = reveal.logprob
         self._advance()
 
     def _close_block(self) -> None:
@@ -345,6 +356,12 @@ class Row:
         self._delivered = self.frontier
         return tokens, self._text.take()
 
+    def logprobs(self, count: int) -> tuple[TokenLogprob, ...] | None:
+        """Of the last `count` final tokens; None where the request does not ask."""
+        if self.request.logprobs is None:
+            return None
+        return tuple(self._logprobs[p] for p in range(self.frontier - count, self.frontier))
+
     def result(self) -> GenerationResult:
         """The answer of a finished row."""
         assert self.finish_reason is not None, "the row has not finished"
@@ -358,6 +375,7 @@ class Row:
             steps_per_block=list(self.steps_per_block),
             cached_tokens=self.cached_tokens,
             mode=self.request.decode.mode,
+            logprobs=self.logprobs(self.frontier - self.prompt_length),
         )
 
 

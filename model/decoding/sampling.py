@@ -1,8 +1,12 @@
-"""From logits to one candidate token per slot and the confidence in it. N slots of any rows, V vocabulary.
+r"""From logits to one candidate token per slot and the confidence in it. N slots of any rows, V vocabulary.
+
+    logits -> edits (penalties, biases) -> mask token banned -> the deciding distribution -> token, confidence, ...
+                                                                \-> temperature, top-k, top-p, min-p -> a draw
 
 A draw inverts the slot's cumulative distribution at one uniform number, which is a hash of (seed, position, step). So
-a request draws the same tokens alone, in any batch and after any interruption. Confidence is the probability of the
-chosen token before temperature, top-k and top-p, in float32 at least, with the mask token banned before the softmax.
+a request draws the same tokens alone, in any batch and after any interruption. Confidence, entropy, gap and
+log-probabilities are those of the deciding distribution, in float32 at least: what a request bans or penalises counts
+less in them too, its temperature and cuts do not show.
 """
 
 from __future__ import annotations
@@ -25,14 +29,29 @@ class Draws:
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     seed: Tensor
     position: Tensor
     step: Tensor
 
 
 @dataclass(frozen=True)
+class Edits:
+    """E logits that are changed before anything is chosen, no (slot, token) twice; tensors [E].
+
+    The logit of `token` at `slot` is divided by `repetition` if it is above 0, else multiplied by it (CTRL); then
+    `shift` is added. slot, token: int64; the others float64.
+    """
+
+    slot: Tensor
+    token: Tensor
+    repetition: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True)
 class SlotSampling:
-    """How each of N slots gets its token: greedily, unless it is among `plain` or `cut` (with a top-k or top-p) draws.
+    """How N slots get their tokens: greedily, unless among `plain` draws or `cut` ones (top-k, top-p, min-p).
 
     banned: int64, the slots whose distribution must not hold `banned_token_id`, the mask token (AR rows keep it: they
     equal `generate`).
@@ -42,6 +61,45 @@ class SlotSampling:
     banned_token_id: int | None
     plain: Draws | None = None
     cut: Draws | None = None
+    edits: Edits | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen for N slots, and the distributions it was chosen from.
+
+    token: int64 [N]. logits: [N, V] of the deciding distribution, float32 or float64; normaliser: its logsumexp [N].
+    A slot whose logits hold NaN or +inf has the confidence NaN.
+    """
+
+    token: Tensor
+    logits: Tensor
+    normaliser: Tensor
+
+    @property
+    def logprob(self) -> Tensor:
+        """Natural logarithm of each chosen token's probability, [N]."""
+        logprob = self.logits.gather(-1, self.token[:, None])[:, 0] - self.normaliser
+        return logprob.masked_fill(~self.normaliser.isfinite(), torch.nan)  # a draw may miss the token that is +inf
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of each chosen token, [N]."""
+        return self.logprob.exp()
+
+    def entropy(self, slot: Tensor) -> Tensor:
+        """Entropy in nats of the distributions at `slot`, int64 [M]; [M]."""
+        return torch.special.entr((self.logits[slot] - self.normaliser[slot, None]).exp_()).sum(-1)
+
+    def gap(self, slot: Tensor) -> Tensor:
+        """The largest logit over the second largest at `slot`, int64 [M]; [M]."""
+        largest = self.logits[slot].topk(2, dim=-1).values
+        return largest[:, 0] - largest[:, 1]
+
+    def top_logprobs(self, slot: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The n most likely tokens int64 [M, n] at `slot` and their log-probabilities [M, n], best first."""
+        values, tokens = self.logits[slot].topk(min(n, self.logits.shape[1]), dim=-1)
+        return tokens, values - self.normaliser[slot, None]
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -64,12 +122,11 @@ def uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     return _shift(x, 11).double() * 2.0**-53
 
 
-def choose(logits: Tensor, how: SlotSampling) -> tuple[Tensor, Tensor]:
-    """Candidate tokens int64 [N] and confidences [N] (float32 or float64) from logits [N, V].
-
-    A slot whose logits hold NaN or +inf gets confidence NaN.
-    """
+def choose(logits: Tensor, how: SlotSampling) -> Chosen:
+    """Candidate tokens from logits [N, V], which may be changed in place."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if how.edits is not None:
+        _edit(logits, how.edits)
     if how.banned_token_id is not None:
         logits[how.banned, how.banned_token_id] = -torch.inf
     token = logits.argmax(-1)
@@ -77,8 +134,13 @@ def choose(logits: Tensor, how: SlotSampling) -> tuple[Tensor, Tensor]:
         token[how.plain.slot] = _draw_plain(logits[how.plain.slot], how.plain)
     if how.cut is not None:
         token[how.cut.slot] = _draw_cut(logits[how.cut.slot], how.cut)
-    chosen = logits.gather(-1, token[:, None])[:, 0]
-    return token, torch.exp(chosen - logits.logsumexp(-1))
+    return Chosen(token, logits, logits.logsumexp(-1))
+
+
+def _edit(logits: Tensor, edits: Edits) -> None:
+    value = logits[edits.slot, edits.token]
+    repetition, shift = edits.repetition.to(value.dtype), edits.shift.to(value.dtype)
+    logits[edits.slot, edits.token] = torch.where(value > 0, value / repetition, value * repetition) + shift
 
 
 def _tempered(logits: Tensor, how: Draws) -> Tensor:
@@ -98,11 +160,20 @@ def _draw_plain(logits: Tensor, how: Draws) -> Tensor:
 
 
 def _draw_cut(logits: Tensor, how: Draws) -> Tensor:
-    """Temperature, then top-k, then top-p (the fewest tokens that reach it), then the draw among what is left."""
+    weight, order = _cut(logits, how)
+    return order.gather(-1, _invert(weight, how))[:, 0]
+
+
+def _cut(logits: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
+    """Weights float64 [M, V], best first, 0 for what is cut, and the tokens they belong to.
+
+    In the order of transformers' `generate`: temperature, top-k, top-p (the fewest tokens that reach it), min-p (tokens
+    at least `min_p` times as likely as the best).
+    """
     ranked, order = _tempered(logits, how).sort(dim=-1, descending=True, stable=True)
     weight = ranked.double().exp_()
     top_k = torch.where(how.top_k > 0, how.top_k, weight.shape[1])
     weight.masked_fill_(torch.arange(weight.shape[1], device=weight.device) >= top_k[:, None], 0.0)
     before = weight.cumsum(-1) - weight
     weight.masked_fill_(before >= how.top_p[:, None] * weight.sum(-1, keepdim=True), 0.0)
-    return order.gather(-1, _invert(weight, how))[:, 0]
+    return weight.masked_fill_(weight < how.min_p[:, None] * weight[:, :1], 0.0), order

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from actors.protocol import check_default
 from model.backbone import load_tokenizer, read_config
 from model.config import BlockDiffusionConfig, DecodeConfig
+from model.decoding import POLICIES
 from model.errors import UserError
 from model.sources import fetch_model
 from pipelines.jobkit import DecodeSection
@@ -108,9 +109,10 @@ def _block_configs(subject: Subject, decode: DecodeSection, thresholds: Sequence
 
 def _policy_text(decode: DecodeConfig) -> str:
     if decode.policy == "threshold":
-        text = f"{decode.threshold:g}"
+        text = f"{POLICIES['threshold'].value(decode, 'threshold'):g}"
     elif decode.policy == "static":
         text = f"static {decode.steps or 'all'} steps"
     else:
-        text = decode.policy
+        given = {name: decode.parameter(name) for name in POLICIES[decode.policy].parameters}
+        text = " ".join([decode.policy, *(f"{name} {value:g}" for name, value in given.items() if value is not None)])
     return text if decode.sub_block_size is None else f"{text}, sub-block {decode.sub_block_size}"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from model.config import DecodeConfig, check_sub_block
+from model.config import FUSED_DEFAULT, DecodeConfig, check_sub_block
 from pipelines.jobkit.keys import section_type
 
 NOT_IDENTITY: dict[str, Any] = {"identity": False}
@@ -89,18 +89,55 @@ class PackConfig(Section):
 class DecodeSection(Section):
     """How answers are decoded when a request does not say."""
 
-    policy: str = Field("threshold", description="rule that reveals tokens: threshold, sequential or static")
-    threshold: float = Field(
-        0.9, gt=0, le=1, description="confidence (probability) above which a token is revealed; 1 reveals one a step"
+    policy: str = Field(
+        "threshold",
+        description="rule that reveals tokens: threshold, sequential, static, factor, frechet, entropy, dimple, "
+        "prophet or budgeted",
+    )
+    threshold: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="confidence (probability) above which the threshold policy reveals a token; 1 reveals one a step; "
+        "null means 0.9",
     )
     steps: int | None = Field(
-        None, ge=1, description="denoising steps per block of the static policy; null means one per token"
+        None,
+        ge=1,
+        description="denoising steps per block of the policies static, dimple, prophet and budgeted; null means one "
+        "per token",
+    )
+    factor: float | None = Field(
+        None, gt=0, description="bound of the factor policy, higher reveals more; null means 1"
+    )
+    gamma: float | None = Field(
+        None,
+        ge=0,
+        description="confidence bound of dimple and budgeted (null means 0.95 and 0.8), or the entropy in nats that "
+        "the entropy policy spends a step (null means 0.1)",
+    )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="probability that the frechet policy risks a step, the sum of (1 - confidence); null means 0.5",
+    )
+    refresh: str = Field(
+        "always",
+        description="when the whole block runs: always (exact); sub_block: once a sub-block, faster and approximate; "
+        "every:N: also after N - 1 steps of the sub-block alone",
+    )
+    fused: str = Field(
+        FUSED_DEFAULT,
+        description="whether a block's commit and the next block's first step share a forward: off; speculative (the "
+        "same answers); masked_head (fewest forwards, answers of its own)",
     )
     sub_block_size: int | None = Field(
         None, ge=1, description="tokens denoised together, a divisor of the block; null means the checkpoint's"
     )
-    mode: Literal["diffusion", "ar", "auto"] = Field(
-        "auto", description="diffusion (blocks), ar (token by token), or auto (diffusion where the model was adapted)"
+    mode: Literal["diffusion", "ar", "auto"] | None = Field(
+        None,
+        description="diffusion (blocks), ar (token by token), or auto (by load, whichever answers sooner: answers may "
+        "differ from run to run); null means diffusion where the model was adapted",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="number format of the forward pass")
 
@@ -110,15 +147,9 @@ class DecodeSection(Section):
             check_sub_block(self.sub_block_size, block_size)
 
     def decode_config(self, *, adapted: bool) -> DecodeConfig:
-        """The decoder's view; `adapted` decides what mode auto means."""
-        mode = ("diffusion" if adapted else "ar") if self.mode == "auto" else self.mode
-        return DecodeConfig(
-            mode=mode,
-            policy=self.policy,
-            threshold=self.threshold,
-            steps=self.steps,
-            sub_block_size=self.sub_block_size,
-        )
+        """The decoder's view; `adapted` decides what no mode means."""
+        mode = self.mode or ("diffusion" if adapted else "ar")
+        return DecodeConfig.in_section(**{**self.model_dump(exclude={"dtype"}), "mode": mode})
 
 
 class EngineSection(Section):

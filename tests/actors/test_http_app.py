@@ -87,7 +87,8 @@ def post(backend: ScriptedBackend, fields: dict[str, Any] = PROMPT, **options: A
 def test_an_answer_carries_text_usage_and_figures() -> None:
     body = post(ScriptedBackend(GOOD)).json()
     assert body["choices"][0]["text"] == "ab"
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    counts = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     assert body["diffusion"] == {
         "forwards": {"prefill": 1, "denoise": 2, "commit": 1},
         "tokens_per_forward": 1.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from actors.card import ModelCard, sampling_defaults
 from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, markdown
-from actors.protocol import check_default, derived_seed, generation_request, parse_call
+from actors.protocol import check_default, decode_config, derived_seed, generation_request, parse_call
+from actors.request_types import DiffusionOptions
 from model.config import BlockDiffusionConfig, DecodeConfig
-from model.decoding import GenerationRequest, SamplingParams
+from model.decoding import POLICIES, GenerationRequest, SamplingParams
 from model.errors import UserError
 from tests.tiny import tiny_tokenizer
 
@@ -65,8 +67,7 @@ def test_null_is_the_same_as_absent_for_every_field() -> None:
         assert parse({**nulls, **fields}) == parse(fields)
     message = {"name": None, "refusal": None, "audio": None, "tool_calls": None, "function_call": None}
     assert parse({**CHAT, "messages": [{**message, **CHAT["messages"][0]}]}) == parse(CHAT)
-    keys = ("mode", "policy", "threshold", "steps", "sub_block_size", "trace")
-    assert parse({**CHAT, "diffusion": dict.fromkeys(keys)}) == parse(CHAT)
+    assert parse({**CHAT, "diffusion": dict.fromkeys(DiffusionOptions.model_fields)}) == parse(CHAT)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -111,11 +112,29 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
         ("stream_options", {"include_usage": True}),
         ("user", 5),
         ("n", 2),
-        ("logprobs", True),
+        ("logprobs", 1),
         ("top_logprobs", 0),
+        ("top_logprobs", 21),
+        ("top_logprobs", True),
+        ("min_p", 1.5),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "1.2"),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.5),
+        ("presence_penalty", True),
+        ("frequency_penalty", -2.5),
+        ("logit_bias", []),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": math.nan}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"267": 1}),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
         ("messages", []),
         ("messages", "Hi"),
         ("messages", [None]),
@@ -212,11 +231,74 @@ def test_a_request_brings_its_own_seed_or_gets_the_default() -> None:
     assert parse({**CHAT, "temperature": 1.0, "top_p": 0}).sampling.greedy
 
 
+def test_penalties_biases_and_min_p_reach_the_sampler() -> None:
+    asked = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"10": -100, "9": 1.5},
+    }
+    expected = SamplingParams(
+        min_p=0.1,
+        seed=7,
+        repetition_penalty=1.2,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias=((9, 1.5), (10, -100.0)),
+    )
+    for fields in (CHAT, PROMPT):
+        assert parse({**fields, **asked}).sampling == expected
+        neutral = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+        assert parse({**fields, **neutral}) == parse(fields)
+
+
+def test_the_model_s_own_penalty_and_min_p_hold_where_a_request_says_nothing() -> None:
+    own = sampling_defaults(GenerationConfig(repetition_penalty=1.1, min_p=0.05, do_sample=True))
+    assert (own.repetition_penalty, own.min_p) == (1.1, 0.05)
+    card = dataclasses.replace(CARD, sampling=own)
+    assert parse(CHAT, card=card).sampling.repetition_penalty == 1.1
+    assert parse({**CHAT, "repetition_penalty": 1}, card=card).sampling.repetition_penalty == 1
+    assert sampling_defaults(GenerationConfig()) == SamplingParams()
+
+
+def test_log_probabilities_are_asked_for_in_each_endpoint_s_own_way() -> None:
+    assert parse(CHAT).logprobs is None and parse({**CHAT, "logprobs": False}).logprobs is None
+    assert parse({**CHAT, "logprobs": True}).logprobs == 0
+    assert parse({**CHAT, "logprobs": True, "top_logprobs": 20}).logprobs == 20
+    assert [parse({**PROMPT, "logprobs": n}).logprobs for n in (None, 0, 20)] == [None, 0, 20]
+    for bad in (True, 21, -1, "5"):
+        assert refusal({**PROMPT, "logprobs": bad}).param == "logprobs"
+    alone = refusal({**CHAT, "logprobs": False, "top_logprobs": 2})
+    assert alone.param == "top_logprobs" and "logprobs: true" in str(alone)
+
+
 def test_the_diffusion_object_overrides_the_default_one() -> None:
     assert parse(CHAT).decode == DecodeConfig()
     asked = {"policy": "static", "steps": 2, "sub_block_size": 2}
     assert parse({**CHAT, "diffusion": asked}).decode == DecodeConfig(policy="static", steps=2, sub_block_size=2)
     assert parse({**CHAT, "diffusion": {"mode": "ar"}}).decode.mode == "ar"
+    asked = {"policy": "dimple", "gamma": 0.9, "steps": 4, "refresh": "sub_block"}
+    assert parse({**CHAT, "diffusion": asked}).decode == DecodeConfig(
+        policy="dimple", gamma=0.9, steps=4, refresh="sub_block"
+    )
+
+
+def test_every_policy_may_be_asked_for_with_its_own_parameters() -> None:
+    for name, policy in POLICIES.items():
+        asked = {"policy": name, **dict.fromkeys(policy.parameters, 1)}
+        assert parse({**CHAT, "diffusion": asked}).decode == DecodeConfig(**asked)
+
+
+def test_another_policy_than_the_server_s_leaves_the_server_s_parameter_behind() -> None:
+    server = DecodeConfig(threshold=0.7, sub_block_size=2, refresh="sub_block")
+
+    def chosen(**asked: Any) -> DecodeConfig:
+        return decode_config(DiffusionOptions(**asked), server, ADAPTED)
+
+    assert chosen(sub_block_size=4) == dataclasses.replace(server, sub_block_size=4)
+    assert chosen(policy="threshold") == server
+    assert chosen(policy="entropy") == DecodeConfig(policy="entropy", sub_block_size=2, refresh="sub_block")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +310,14 @@ def test_the_diffusion_object_overrides_the_default_one() -> None:
         ({"policy": "static", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "sequential", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "treshold"}, "diffusion.policy"),
+        ({"policy": "entropy", "factor": 1}, "diffusion.factor"),
+        ({"policy": "entropy", "gamma": -1}, "diffusion.gamma"),
+        ({"policy": "dimple", "gamma": 1.5}, "diffusion.gamma"),
+        ({"policy": "factor", "factor": 0}, "diffusion.factor"),
+        ({"policy": "frechet", "budget": math.inf}, "diffusion.budget"),
+        ({"gamma": 0.5}, "diffusion.gamma"),
+        ({"refresh": "never"}, "diffusion.refresh"),
+        ({"mode": "ar", "refresh": "always"}, "diffusion.refresh"),
         ({"mode": "lossless"}, "diffusion.mode"),
         ({"mode": "ar", "threshold": 0.5}, "diffusion.threshold"),
         ({"sub_block_size": 3}, "diffusion.sub_block_size"),
@@ -249,6 +339,10 @@ def test_an_unadapted_model_decodes_in_ar_mode_and_refuses_diffusion() -> None:
         check_default(DecodeConfig(mode="diffusion"), None)
     with pytest.raises(UserError, match="does not divide"):
         check_default(DecodeConfig(sub_block_size=3), ADAPTED)
+    with pytest.raises(UserError, match=r"decode\.gamma 0\.5 has no effect with policy 'threshold'"):
+        check_default(DecodeConfig(gamma=0.5), ADAPTED)
+    with pytest.raises(UserError, match=r"decode\.policy 'treshold' is not known: did you mean 'threshold'"):
+        check_default(DecodeConfig(policy="treshold"), ADAPTED)
 
 
 def test_a_line_of_prompts_means_the_same_as_over_http() -> None:

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.serve_args import ServeArgs, check_config
+from actors.request_types import DiffusionOptions
+from actors.serve_args import DecodeArgs, ServeArgs, check_config
 from actors.server import build, check_engine
+from model.config import DecodeConfig
+from model.decoding import POLICIES
 from model.errors import JobError, UserError
+from pipelines.jobkit import DecodeSection
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +118,19 @@ def test_keys_are_demanded_where_haproxy_hides_who_asks(monkeypatch: pytest.Monk
         build(ServeArgs(model="m"))
     monkeypatch.setenv("BLOCKCAST_API_KEYS", "key")
     build(ServeArgs(model="m"))
+
+
+def test_the_server_and_the_jobs_offer_the_same_ways_to_decode() -> None:
+    """Each key of a request's `diffusion` object has a default in both places, of the same type and bounds."""
+    asked = set(DiffusionOptions.model_fields) - {"trace"}
+    assert asked == set(DecodeArgs.model_fields) == set(DecodeSection.model_fields) - {"dtype"}
+    values = {"policy": "dimple", "gamma": 0.5, "steps": 3, "refresh": "sub_block", "sub_block_size": 2}
+    expected = DecodeConfig(**values)
+    assert DecodeArgs(**values).decode_config(adapted=True) == expected
+    assert DecodeSection(**values).decode_config(adapted=True) == expected
+    assert DecodeArgs().decode_config(adapted=False) == DecodeSection().decode_config(adapted=False)
+    described = DecodeSection.model_fields["policy"].description or ""
+    assert all(name in described for name in POLICIES), "--help names every policy"
 
 
 def test_device_and_dtype_follow_the_gpus() -> None:

@@ -91,7 +91,7 @@ def alone(sharp_backbone: Backbone) -> dict[str, tuple[int, ...]]:
     return {r.id: answer(sharp_backbone, r).token_ids for r in mixed_requests()}
 
 
-@pytest.mark.parametrize("rows", [1, 3, 10])
+@pytest.mark.parametrize("rows", [1, 3, 20])
 def test_a_request_alone_equals_the_same_request_in_a_batch(
     sharp_backbone: Backbone, alone: dict[str, tuple[int, ...]], rows: int
 ) -> None:

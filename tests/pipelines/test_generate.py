@@ -76,6 +76,26 @@ def test_an_answer_does_not_depend_on_line_order_neighbours_or_rows(
     assert alone == first[4:]
 
 
+def test_log_probabilities_policies_and_penalties_may_be_asked_for_line_by_line(
+    tiny_adapted_model: Path, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    prompts = [
+        {**chat, "diffusion": {"policy": "entropy", "gamma": 0.2}, "presence_penalty": 1.0},
+        {"prompt": "Hi", "max_tokens": 4, "logprobs": 0, "logit_bias": {"50": 100}, "diffusion": {"budget": 0.3}},
+        {"prompt": "Hi", "diffusion": {"factor": 2}},
+    ]
+    words = ("--decode.policy", "frechet", "--decode.budget", "0.2", "--decode.refresh", "sub_block")
+    with pytest.raises(JobError, match="1 of 3"):
+        generate(tiny_adapted_model, write(tmp_path / "p.jsonl", prompts), tmp_path / "a.jsonl", *words)
+    first, second, third = (json.loads(line) for line in (tmp_path / "a.jsonl").read_text("utf-8").splitlines())
+    assert len(first["logprobs"]) == 6 and all(len(one["top"]) == 2 for one in first["logprobs"])
+    assert [one["top"][0][0] for one in first["logprobs"]] == first["token_ids"], "greedy"
+    assert second["token_ids"] == [50] * 4 and all(one["top"] == [] for one in second["logprobs"])
+    assert all(one["logprob"] > -1e-6 for one in second["logprobs"])
+    assert "diffusion.factor" in third["error"]
+
+
 def test_the_jobs_seed_decides_where_a_prompt_brings_none(
     first: list[dict[str, Any]], tiny_adapted_model: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +228,9 @@ def test_bad_usage_is_one_sentence(tiny_model: Path, tiny_adapted_model: Path, t
         (tiny_model, prompts, ("--decode.mode", "diffusion"), "not adapted"),
         (tiny_adapted_model, prompts, ("--decode.sub_block_size", "3"), "divide"),
         (tiny_adapted_model, prompts, ("--decode.policy", "treshold"), "threshold"),
+        (tiny_adapted_model, prompts, ("--decode.gamma", "0.5"), "decode.gamma 0.5 has no effect"),
+        (tiny_adapted_model, prompts, ("--decode.policy", "dimple", "--decode.gamma", "2"), "decode.gamma must be at"),
+        (tiny_adapted_model, prompts, ("--decode.refresh", "never"), "decode.refresh"),
         (tiny_adapted_model, prompts, ("--data", str(prompts)), "--prompts"),
     ]:
         with pytest.raises(UserError, match=match):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from actors.auto_mode import ModeChooser, calibration_rows
 from actors.calibration import measure_costs
-from actors.scheduler import Demand, Queue, plan_round
+from actors.scheduler import Demand, Planner, Queue, plan_round
 from model.backbone import Backbone
 from model.decoding import Decoder, GenerationRequest, GenerationResult, Outcome, Phase, Reveal, Row, Turn
 from model.errors import JobError, UserError
@@ -135,10 +135,14 @@ class Engine:
     """Requests in, events out. `submit` and `abort` are thread-safe; `step` belongs to one thread.
 
     `progress_at`: time.monotonic() of the last finished round, or of the last look around while idle.
+    planner: who runs in a round; another one than `plan_round` is for comparisons.
     """
 
-    def __init__(self, backbone: Backbone, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, config: EngineConfig | None = None, *, planner: Planner = plan_round
+    ) -> None:
         self.config = config or EngineConfig()
+        self._planner = planner
         self.decoder = Decoder(
             backbone,
             rows=self.config.max_rows,
@@ -332,11 +336,17 @@ class Engine:
         """The turns of the next round, oldest row first, with the pages they need."""
         decoding = {row_id: Turn(row) for row_id, row in self._rows.items() if row.phase is not Phase.PREFILL}
         demands = [
-            Demand(row_id, row.prefill_left, len(decoding[row_id].query) if row_id in decoding else 0, row.block_size)
+            Demand(
+                row_id,
+                row.prefill_left,
+                len(decoding[row_id].query) if row_id in decoding else 0,
+                row.block_size,
+                row.phase.value,
+            )
             for row_id, row in self._rows.items()
         ]
         turns = []
-        for grant in plan_round(demands, self.config.prefill_tokens):
+        for grant in self._planner(demands, self.config.prefill_tokens):
             row = self._rows.get(grant.id)
             if row is not None:
                 turn = decoding.get(grant.id) or Turn(row, grant.tokens)

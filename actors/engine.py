@@ -101,7 +101,7 @@ Listener = Callable[[Event], None]
 class EngineStats:
     """A moment of the engine. forwards: row-forwards by phase; prefix_hits: pages found in the prefix cache;
     preemptions: rows that lost their pages; pages_cached count as free. Sums and seconds are since the start; forward_s
-    is the part of round_s that the model's forwards and the choices took.
+    is the part of round_s that packing, the model's forwards and the choices took, model_s the model's forwards alone.
     """
 
     running: int
@@ -117,6 +117,7 @@ class EngineStats:
     preemptions: int
     round_s: float
     forward_s: float
+    model_s: float
 
 
 @dataclass
@@ -212,6 +213,7 @@ class Engine:
                 preemptions=counters.preemptions,
                 round_s=counters.round_s,
                 forward_s=counters.forward_s,
+                model_s=self.decoder.model_s,
             )
 
     # ------------------------------------------------------------------------------------------- engine's side

@@ -6,5 +6,5 @@ open      Poisson arrivals: mixed rounds against other schedulers               
 memory    peak against the cache's arithmetic, rows of logits                          forward    by query length
 
 setting: the model and what it is asked; contestants: who answers, and the comparison; transformers_rival, llama_worker,
-lockstep_decoder, schedulers: the rivals themselves.
+lockstep_decoder, lockstep_rows, schedulers: the rivals themselves.
 """

@@ -75,7 +75,7 @@ class LockstepBatch:
     prompt: np.ndarray
     limit: np.ndarray
     done: np.ndarray
-    margin: np.ndarray  # of confidence, the closest decision of the row: threshold, best slot, second best token
+    margin: np.ndarray  # of confidence, the row's closest decision (only with `margins`)
     requests: Sequence[GenerationRequest]
 
     @classmethod
@@ -124,6 +124,9 @@ class LockstepDecoder:
         self.mask_token_id = backbone.block_diffusion.mask_token_id
         self.margins = margins
 
+    def answer(self, requests: Sequence[GenerationRequest]) -> Answers:
+        return self.decode(requests).answers()
+
     def decode(self, requests: Sequence[GenerationRequest]) -> LockstepBatch:
         """The batch with all its rows done."""
         decode = requests[0].decode
@@ -147,9 +150,12 @@ class LockstepDecoder:
 
     def _commit(self, batch: LockstepBatch, cache: JoinedCache, start: int, end: int) -> None:
         """Keep [start, end) of all rows; the last logit decides the next block's first slot."""
-        token, _, _ = self._choose(self._forward(batch, cache, start, end, read=[end - 1 - start], keep=True))
+        logits = self._forward(batch, cache, start, end, read=[end - 1 - start], keep=True)
+        token, confidence, second = self._choose(logits)
         for row in np.flatnonzero(batch.masked[:, end : end + 1].any(1)).tolist():
             batch.decide(row, end, int(token[row, 0]))
+            if not batch.done[row]:
+                batch.margin[row] = min(batch.margin[row], float(confidence[row, 0] - second[row, 0]))
         batch.mark_done()
 
     def _sub_block(self, batch: LockstepBatch, cache: JoinedCache, start: int, first: int) -> None:
@@ -211,10 +217,11 @@ class LockstepDecoder:
 
     def _note_margin(self, batch: LockstepBatch, row: int, confidence: np.ndarray, second: np.ndarray) -> None:
         """The closest of this step's decisions: against the threshold, between two slots, between two tokens."""
+        gaps = [confidence - second]
         ranked = np.sort(confidence)
-        gaps = [
-            np.abs(confidence - batch.requests[row].decode.threshold),
-            ranked[1:] - ranked[:-1],
-            confidence - second,
-        ]
+        threshold = batch.requests[row].decode.threshold
+        if batch.requests[row].decode.policy == "threshold":
+            gaps.append(np.abs(confidence - threshold))
+        if batch.requests[row].decode.policy != "threshold" or ranked[-1] <= threshold:
+            gaps.append(ranked[1:] - ranked[:-1])
         batch.margin[row] = min(batch.margin[row], float(np.concatenate(gaps).min()))

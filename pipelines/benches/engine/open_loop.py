@@ -58,13 +58,13 @@ class Figures:
     @classmethod
     def of(cls, served: Sequence[Served]) -> Figures:
         first = [one.ttft for one in served]
-        gaps = [b - a for one in served for a, b in zip(one.deltas, one.deltas[1:], strict=False)] or [0.0]
+        gaps = [b - a for one in served for a, b in zip(one.deltas, one.deltas[1:], strict=False)]
         tokens = sum(len(one.token_ids) for one in served)
         return cls(
             tokens_per_s=tokens / max(one.deltas[-1] for one in served),
             ttft_p50=float(np.percentile(first, 50)),
             ttft_p95=float(np.percentile(first, 95)),
-            gap_p95=float(np.percentile(gaps, 95)),
+            gap_p95=float(np.percentile(gaps or [0.0], 95)),
         )
 
 
@@ -180,5 +180,7 @@ def _ratios(loops: dict[str, OpenLoop]) -> dict[str, float]:
     for name in list(loops)[1:]:
         pairs = list(zip(loops[name].rounds, loops[MIXED].rounds, strict=True))
         ratios[f"p95 TTFT, {name} over {MIXED}"] = median(a.ttft_p95 / b.ttft_p95 for a, b in pairs)
+        if all(b.gap_p95 > 0 for _, b in pairs):  # answers of one delta have no gaps
+            ratios[f"p95 gap, {name} over {MIXED}"] = median(a.gap_p95 / b.gap_p95 for a, b in pairs)
         ratios[f"throughput, {name} over {MIXED}"] = median(a.tokens_per_s / b.tokens_per_s for a, b in pairs)
     return ratios

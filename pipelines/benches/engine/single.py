@@ -35,12 +35,20 @@ REFRESHES = ("always", "sub_block")
 def block_decoders(setting: Setting) -> dict[str, DecodeConfig]:
     """Every policy in every fused form and refresh, and those of --also."""
     decoders = {
-        f"blocks, {name}, fused {fused}, refresh {refresh}": replace(decode, fused=fused, refresh=refresh)
+        _name(name, fused, refresh): replace(decode, fused=fused, refresh=refresh)
         for name, decode in setting.policies().items()
         for fused in FUSED
         for refresh in REFRESHES
     }
     return decoders | {f"blocks, {text}": parse_decoder(text) for text in setting.config.also}
+
+
+def _name(policy: str, fused: str, refresh: str) -> str:
+    """What differs from a plain decoder: a commit of its own, whole blocks in every step."""
+    parts = [f"blocks, {policy}"]
+    parts += [] if fused == "off" else [fused]
+    parts += [] if refresh == "always" else [refresh]
+    return ", ".join(parts)
 
 
 def measure_single(setting: Setting) -> PartResult:

@@ -21,6 +21,8 @@ from pipelines.assessment.report import PLAIN_WIDTH, markdown_table
 from pipelines.jobkit import JobConfig, OutputFile
 from pipelines.jobkit.machine import describe_machine, machine_text
 
+DECODER = "decoder"  # a column of names, not of numbers
+
 
 class BenchConfig(JobConfig):
     """What every bench has."""
@@ -102,8 +104,8 @@ def print_result(content: Mapping[str, Any]) -> None:
     for part, columns, rows in _tables(content):
         table = Table(title=part or None, title_justify="left", box=box.SIMPLE_HEAD)
         for index, name in enumerate(columns):
-            words = not index or name == "decoder"
-            table.add_column(name, justify="left" if words else "right", no_wrap=name == "decoder")
+            words = not index or name == DECODER
+            table.add_column(name, justify="left" if words else "right", min_width=26 if name == DECODER else None)
         for row in rows:
             table.add_row(*row)
         console.print(table)

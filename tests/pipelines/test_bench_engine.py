@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from model.errors import JobError, UserError
 from pipelines.bench import start
 from pipelines.benches.engine import llama_worker
 from pipelines.benches.engine.config import ALL_PARTS
+from pipelines.benches.engine.lockstep import LockstepContestant, check_equal
 from pipelines.benches.engine.lockstep_decoder import LockstepDecoder
 from pipelines.benches.engine.lockstep_rows import LockstepRows
 from pipelines.benches.engine.open_loop import Arrival, Figures, Served, poisson, serve
@@ -118,10 +121,10 @@ def test_the_host_share_is_what_a_round_does_outside_the_model(content: dict[str
 def test_logits_are_made_only_for_slots_that_are_decided(content: dict[str, Any]) -> None:
     for batch in (1, 3):
         for line in lines(content, "memory", batch).values():
-            assert line["peak MiB"] >= 0
+            assert 0 <= line["peak growth MiB"] < line["process MiB"]
             assert 0 < line["logit rows"] <= -(-batch * 4 // 4) * 4 < line["query tokens"]
     kv_bytes = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, float32
-    expected = lines(content, "memory", 1)["AR"]["expected MiB"] * 2**20
+    expected = lines(content, "memory", 1)["AR"]["cache MiB"] * 2**20
     assert expected % (8 * kv_bytes) == 0, "whole pages of one block"
 
 
@@ -281,10 +284,16 @@ def llama_get_logits_ith(context, i):
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> llama_worker.Worker:
+def stand_in(tmp_path: Path) -> Path:
+    """A folder with a module llama_cpp."""
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "llama_cpp", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def worker(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> llama_worker.Worker:
+    monkeypatch.syspath_prepend(stand_in)
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
     return llama_worker.Worker("model.gguf", threads=1, slots=2, length=40)
 
 
@@ -297,6 +306,26 @@ def test_sequences_answer_as_one_prompt_at_a_time_does(worker: llama_worker.Work
     assert all(len(answer) <= most for answer, most in zip(answered, [6, 2, 9, 4], strict=True))
 
 
+def test_llama_cpp_takes_part_from_an_interpreter_that_has_it(stand_in: Path, tiny_adapted_model: Path) -> None:
+    interpreter, gguf = stand_in / "python", stand_in / "Model.Q4_1.gguf"
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={stand_in} exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    gguf.touch()
+    words = ["--model", tiny_adapted_model, "--parts", "rivals", "--llama_python", interpreter, "--gguf", gguf, *SMALL]
+    content = bench(stand_in / "r.json", *words)
+    assert list(lines(content, "rivals", 1)) == ["AR", "blocks", "llama.cpp, sequences", "llama.cpp, Llama.generate"]
+    several = lines(content, "rivals", 3)
+    assert several["llama.cpp, sequences"]["weights"] == "GGUF Q4_1"
+    assert several["AR"]["weights"] == "bfloat16"
+    assert "blocks over llama.cpp, sequences, batch 3" in content["ratios"]
+
+
+def test_an_interpreter_that_is_absent_is_a_line_with_the_reason(tiny_adapted_model: Path, tmp_path: Path) -> None:
+    words = ["--model", tiny_adapted_model, "--parts", "rivals", "--llama_python", "/no/such/python", *SMALL]
+    (line,) = bench(tmp_path / "r.json", *words)["table"]
+    assert "/no/such/python" in line["reason"] or "not installed" in line["reason"]
+
+
 # ------------------------------------------------------------------------------------------------- bad options
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -307,6 +336,7 @@ def test_sequences_answer_as_one_prompt_at_a_time_does(worker: llama_worker.Work
         (["--concurrency", "0"], "at least 1"),
         (["--also", "treshold=0.5"], "did you mean 'threshold'"),
         (["--long_prompt", "300", "200"], "in this order"),
+        (["--gguf", "/no/such.gguf"], "no such file"),
         (["--cached", "100"], "not a multiple"),
         (["--model", "MODEL", "--width", "100"], "not a multiple of the head's 64"),
         (["--model", "/no/such/model"], "no such folder"),
@@ -327,10 +357,6 @@ def test_decoders_of_also_are_read_by_field() -> None:
 
 
 def test_an_answer_that_differs_for_no_reason_fails_the_bench(sharp_backbone: Backbone) -> None:
-    from types import SimpleNamespace
-
-    from pipelines.benches.engine.lockstep import LockstepContestant, check_equal
-
     rival = LockstepContestant(LockstepDecoder(sharp_backbone), ragged(), 5)
     rival.run()
     setting: Any = SimpleNamespace(backbone=sharp_backbone)

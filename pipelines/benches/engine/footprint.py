@@ -17,7 +17,7 @@ from pipelines.assessment.contenders import AR
 from pipelines.benches.engine.closed import BLOCKS
 from pipelines.benches.engine.contestants import AR_NAME
 from pipelines.benches.engine.setting import PartResult, Setting
-from pipelines.benches.memory import peak_bytes
+from pipelines.benches.memory import peak_bytes, process_peak_bytes
 from pipelines.benches.result import device_name
 
 MIB = 2**20
@@ -57,15 +57,18 @@ def cache_bytes(engine: Engine) -> int:
 
 
 def measure_memory(setting: Setting) -> PartResult:
-    """AR and blocks, one row and `batch` rows. Raises JobError where the cache is not of its arithmetic size."""
+    """AR and blocks behind long prompts, one row and `batch` rows. Raises JobError for a cache of
+    another size than by arithmetic.
+    """
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for rows in sorted({1, setting.config.batch}):
         for name, decode in ((AR_NAME, AR), (BLOCKS, setting.blocks)):
-            line = _measure(setting, rows, name, setting.requests(decode, rows))
+            requests = setting.behind_text(setting.requests(decode, rows), [setting.config.long_prompt[0]] * rows)
+            line = _measure(setting, rows, name, requests)
             lines.append(line)
-            grown = max(line["peak MiB"], 1 / MIB)
-            ratios[f"peak growth over the cache, {name}, batch {rows}"] = grown / line["expected MiB"]
+            grown = max(line["peak growth MiB"], 1 / MIB)
+            ratios[f"peak growth over the cache, {name}, batch {rows}"] = grown / line["cache MiB"]
     return PartResult(lines, ratios)
 
 
@@ -84,9 +87,10 @@ def _measure(setting: Setting, rows: int, name: str, requests: list[GenerationRe
         "part": "memory",
         "batch": rows,
         "decoder": name,
-        "peak MiB": peak / MIB,
-        "expected MiB": expected / MIB,
+        "peak growth MiB": peak / MIB,
+        "cache MiB": expected / MIB,
         "weights MiB": weights / MIB,
+        "process MiB": process_peak_bytes() / MIB,
         "query tokens": watch.query_tokens,
         "logit rows": watch.logit_rows,
     }

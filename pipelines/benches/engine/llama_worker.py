@@ -12,11 +12,12 @@ at a time in one llama_batch, each that ends making room for the next. Both gree
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 ROOM = 256  # llama.cpp rounds a sequence's cache up to a multiple of this
 EXPECTED = (ImportError, AttributeError, ValueError, OSError, RuntimeError)  # a binding that is absent, old or refuses
@@ -120,23 +121,31 @@ class Worker:
         return answer
 
 
-def reply(content: dict[str, Any]) -> None:
-    print(json.dumps(content), flush=True)
+def answers() -> IO[str]:
+    """Standard output for the answers alone: whatever libraries print goes to standard error."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return out
+
+
+def reply(out: IO[str], content: dict[str, Any]) -> None:
+    print(json.dumps(content), file=out, flush=True)
 
 
 def main() -> None:
     """Until standard input ends."""
+    out = answers()
     try:
         worker = Worker(**json.loads(sys.stdin.readline()))
     except EXPECTED as error:
-        reply({"error": f"{type(error).__name__}: {error}"})
+        reply(out, {"error": f"{type(error).__name__}: {error}"})
         return
-    reply({"version": worker.version})
+    reply(out, {"version": worker.version})
     for text in sys.stdin:
         try:
-            reply({"answers": worker.job(**json.loads(text))})
+            reply(out, {"answers": worker.job(**json.loads(text))})
         except EXPECTED as error:
-            reply({"error": f"{type(error).__name__}: {error}"})
+            reply(out, {"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

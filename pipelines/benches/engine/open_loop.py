@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -131,18 +131,11 @@ def mixed_requests(setting: Setting) -> list[GenerationRequest]:
     """Held-out tasks; a share of them, spread evenly, behind a long text."""
     config = setting.config
     requests = setting.requests(setting.blocks, config.arrivals)
-    text = [token for request in requests for token in request.prompt_ids]
-    room = setting.backbone.context_length - max(request.max_tokens for request in requests)
-    shortest, longest = (min(length, room) for length in config.long_prompt)
     random = np.random.default_rng(config.seed)
-    mixed = []
-    for i, request in enumerate(requests):
-        if int((i + 1) * config.long_share) > int(i * config.long_share):
-            length = int(random.integers(shortest, longest + 1))
-            before = np.resize(np.roll(text, i), max(0, length - len(request.prompt_ids))).tolist()
-            request = replace(request, prompt_ids=(*before, *request.prompt_ids))
-        mixed.append(request)
-    return mixed
+    long = [int((i + 1) * config.long_share) > int(i * config.long_share) for i in range(len(requests))]
+    lengths = random.integers(config.long_prompt[0], config.long_prompt[1] + 1, sum(long)).tolist()
+    behind = iter(setting.behind_text([r for r, is_long in zip(requests, long, strict=True) if is_long], lengths))
+    return [next(behind) if is_long else request for request, is_long in zip(requests, long, strict=True)]
 
 
 def poisson(requests: Sequence[GenerationRequest], rate: float, seed: int) -> list[Arrival]:

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -78,7 +78,8 @@ def llama(setting: Setting, gguf: Path, slots: int, length: int) -> Iterator[Lla
             worker.ask({"gguf": str(gguf), "threads": torch.get_num_threads(), "slots": slots, "length": length})
             yield worker
         finally:
-            worker._pipe(process.stdin).close()
+            with suppress(BrokenPipeError):  # it ended before it had read everything
+                worker._pipe(process.stdin).close()
             try:
                 process.wait(WAIT_S)
             except subprocess.TimeoutExpired:

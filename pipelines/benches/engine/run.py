@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from model.config import DecodeConfig
@@ -64,6 +65,8 @@ def check(config: EngineBenchConfig) -> None:
         raise UserError(f"--concurrency {min(config.concurrency)}: at least 1.")
     if not 1 <= config.long_prompt[0] <= config.long_prompt[1]:
         raise UserError("--long_prompt wants the shortest and the longest, in this order.")
+    if config.gguf is not None and not Path(config.gguf).is_file():
+        raise UserError(f"--gguf {config.gguf}: no such file.")
     if "forward" in config.parts:
         check_queries(_decode_config(config))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -20,12 +21,14 @@ from model.config import DecodeConfig, nearest_key
 from model.decoding import GenerationRequest
 from model.errors import UserError
 from model.sources import fetch_model
+from pipelines.assessment.contenders import AR
 from pipelines.assessment.questions import Question, make_requests, task_questions
 from pipelines.benches.engine.config import EngineBenchConfig
 from pipelines.benches.result import device_name, model_of
 
 BLOCK_SIZE = 32  # of a model that was not adapted
 HEAD_DIM = 64  # of the random Llama, as SmolLM2 and Qwen2.5-0.5B have it
+TEXT_TASKS = 32  # their questions make a text long enough that its turns differ
 GROUP = 3  # its query heads to a key head, where they divide
 
 
@@ -83,6 +86,16 @@ class Setting:
         if self.adapted:
             return requests
         return [replace(request, stop_token_ids=frozenset(), stop_strings=()) for request in requests]
+
+    def behind_text(self, requests: Sequence[GenerationRequest], lengths: Sequence[int]) -> list[GenerationRequest]:
+        """The requests with other questions before them, prompts of `lengths` tokens, as far as the context reaches."""
+        text = [token for request in self.requests(AR, TEXT_TASKS) for token in request.prompt_ids]
+        longer = []
+        for i, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            room = self.backbone.context_length - request.max_tokens
+            before = np.resize(np.roll(text, i), max(0, min(length, room) - len(request.prompt_ids))).tolist()
+            longer.append(replace(request, prompt_ids=(*before, *request.prompt_ids)))
+        return longer
 
     def engine(
         self,

@@ -22,6 +22,7 @@ from pipelines.jobkit import JobConfig, OutputFile
 from pipelines.jobkit.machine import describe_machine, machine_text
 
 DECODER = "decoder"  # a column of names, not of numbers
+NAME_WIDTH = 20  # columns of the terminal that they get at least
 
 
 class BenchConfig(JobConfig):
@@ -104,8 +105,10 @@ def print_result(content: Mapping[str, Any]) -> None:
     for part, columns, rows in _tables(content):
         table = Table(title=part or None, title_justify="left", box=box.SIMPLE_HEAD)
         for index, name in enumerate(columns):
-            words = not index or name == DECODER
-            table.add_column(name, justify="left" if words else "right", min_width=26 if name == DECODER else None)
+            if name == DECODER:
+                table.add_column(name, min_width=min(NAME_WIDTH, max(len(row[index]) for row in rows)))
+            else:
+                table.add_column(name, justify="right" if index else "left")
         for row in rows:
             table.add_row(*row)
         console.print(table)

@@ -99,7 +99,14 @@ class Worker:
     def __init__(self, gguf: str, threads: int, slots: int, length: int) -> None:
         llama_cpp = import_module("llama_cpp")
         self.version = str(llama_cpp.__version__)
-        self.llama = llama_cpp.Llama(gguf, n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.llama = llama_cpp.Llama(
+            gguf,
+            n_ctx=length,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,  # as llama.cpp itself chooses; with it both ways give the same tokens
+            verbose=False,
+        )
         self.gguf, self.threads, self.slots, self.length = gguf, threads, slots, length
         self.sequences: Sequences | None = None
 

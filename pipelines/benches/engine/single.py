@@ -52,7 +52,7 @@ def _name(policy: str, fused: str, refresh: str) -> str:
 
 
 def measure_single(setting: Setting) -> PartResult:
-    """All contestants on the same questions."""
+    """All contestants on the same questions; `points`: of exact match, 100 being all, above AR's."""
     decoders = {AR_NAME: AR, **block_decoders(setting)}
     engine = setting.engine(setting.requests(AR), 1)
     contestants: dict[str, Contestant] = {}
@@ -91,12 +91,13 @@ def _lines(
     lines = []
     for name, contestant in contestants.items():
         right = _judged(setting, contestant.answers, questions, backbones.get(name, setting.backbone))
+        common = line("single", 1, name, contestants, times)
         lines.append(
             {
-                **line("single", 1, name, contestants, times),
+                **{key: value for key, value in common.items() if key != "batch"},
                 "over generate": over(name, GENERATE, contestants, times),
                 "exact match": right,
-                "points over AR": None if right is None or baseline is None else 100 * (right - baseline),
+                "points": None if right is None or baseline is None else 100 * (right - baseline),
                 "equal to AR": share_equal(contestant.answers, reference),
             }
         )

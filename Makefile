@@ -11,7 +11,7 @@ PORT ?= 8000
 MODEL ?=
 OUT ?= out/bench
 ARGS ?=
-BENCHES := attention train decode
+BENCHES := attention train decode engine
 
 .DELETE_ON_ERROR:
 .PHONY: setup venv-by-pip demo serve test test-fast test-faults lint bench

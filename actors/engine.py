@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from actors.auto_mode import ModeChooser, calibration_rows
 from actors.calibration import measure_costs
-from actors.scheduler import Demand, Queue, plan_round
+from actors.scheduler import Demand, Planner, Queue, plan_round
 from model.backbone import Backbone
 from model.decoding import (
     Decoder,
@@ -115,7 +115,7 @@ Listener = Callable[[Event], None]
 class EngineStats:
     """A moment of the engine. forwards: row-forwards by phase; prefix_hits: pages found in the prefix cache;
     preemptions: rows that lost their pages; pages_cached count as free. Sums and seconds are since the start; forward_s
-    is the part of round_s that the model's forwards and the choices took.
+    is the part of round_s that packing, the model's forwards and the choices took, model_s the model's forwards alone.
     """
 
     running: int
@@ -131,6 +131,7 @@ class EngineStats:
     preemptions: int
     round_s: float
     forward_s: float
+    model_s: float
 
 
 @dataclass
@@ -149,10 +150,14 @@ class Engine:
     """Requests in, events out. `submit` and `abort` are thread-safe; `step` belongs to one thread.
 
     `progress_at`: time.monotonic() of the last finished round, or of the last look around while idle.
+    planner: who runs in a round; another one than `plan_round` is for comparisons.
     """
 
-    def __init__(self, backbone: Backbone, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, config: EngineConfig | None = None, *, planner: Planner = plan_round
+    ) -> None:
         self.config = config or EngineConfig()
+        self._planner = planner
         self.decoder = Decoder(
             backbone,
             rows=self.config.max_rows,
@@ -222,6 +227,7 @@ class Engine:
                 preemptions=counters.preemptions,
                 round_s=counters.round_s,
                 forward_s=counters.forward_s,
+                model_s=self.decoder.model_s,
             )
 
     # ------------------------------------------------------------------------------------------- engine's side
@@ -356,11 +362,17 @@ class Engine:
         """The turns of the next round, oldest row first, with the pages they need."""
         decoding = {row_id: Turn(row) for row_id, row in self._rows.items() if row.phase is not Phase.PREFILL}
         demands = [
-            Demand(row_id, row.prefill_left, len(decoding[row_id].query) if row_id in decoding else 0, row.block_size)
+            Demand(
+                row_id,
+                row.prefill_left,
+                len(decoding[row_id].query) if row_id in decoding else 0,
+                row.block_size,
+                row.phase.value,
+            )
             for row_id, row in self._rows.items()
         ]
         turns = []
-        for grant in plan_round(demands, self.config.prefill_tokens):
+        for grant in self._planner(demands, self.config.prefill_tokens):
             row = self._rows.get(grant.id)
             if row is not None:
                 turn = decoding.get(grant.id) or Turn(row, grant.tokens)

@@ -9,7 +9,7 @@ queue. The oldest row always gets what it needs, so somebody always moves.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 class Demand:
     """What a running row could do next. prefill_left: prompt tokens to encode first (0: it decodes), in whole blocks.
 
-    query_tokens: tokens of its next decoding forward; ignored while prefill_left is not 0.
+    query_tokens: tokens of its next decoding forward; ignored while prefill_left is not 0. phase: of that forward, for
+    planners that tell phases apart.
     """
 
     id: str
     prefill_left: int
     query_tokens: int
     block_size: int
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Grant:
 
     id: str
     tokens: int
+
+
+Planner = Callable[[Sequence[Demand], int], list[Grant]]  # at least one grant where there is a demand
 
 
 def plan_round(demands: Iterable[Demand], prefill_tokens: int) -> list[Grant]:

@@ -1,4 +1,4 @@
-"""Measured claims: `python pipelines/bench.py attention|train|decode --output FILE.json`.
+"""Measured claims: `python pipelines/bench.py attention|train|decode|engine --output FILE.json`.
 
 Each bench compares forms of the same computation in one run, in turns, checks that they agree where they must, and
 writes one JSON (DESIGN "bench output") and one printed table. `bench.py report --data *.json --output README.md` puts
@@ -18,6 +18,8 @@ from model.config import nearest_key
 from model.errors import UserError
 from pipelines.benches.attention import AttentionBenchConfig, run_attention
 from pipelines.benches.decode import DecodeBenchConfig, run_decode
+from pipelines.benches.engine.config import EngineBenchConfig
+from pipelines.benches.engine.run import run_engine
 from pipelines.benches.result import BenchConfig, Result, markdown_of, print_result, publish, read_result
 from pipelines.benches.train import TrainBenchConfig, run_train
 from pipelines.jobkit import JobConfig, OutputFile, main
@@ -26,6 +28,7 @@ BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
     "attention": (AttentionBenchConfig, run_attention),
     "train": (TrainBenchConfig, run_train),
     "decode": (DecodeBenchConfig, run_decode),
+    "engine": (EngineBenchConfig, run_engine),
 }
 REPORT = "report"
 USAGE = f"usage: python pipelines/bench.py {'|'.join(BENCHES)}|{REPORT} [--key value ...]   (--help behind a name)"

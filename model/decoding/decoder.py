@@ -9,6 +9,7 @@ runs only on the slots that are decided from. The device is read once a round, f
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,9 @@ class Decoder:
     DEFAULT_TOKENS tokens. pack_weights: on CPU, multiply with packed copies of the linear layers, which replace the
     model's own in place (see `model.packed_linear`). ban_mask_token: whether blocks are decided without the mask token
     in the distribution; the published reference leaves it in, which only parity tests want.
+
+    model_s: seconds since the start that the model's forwards took, without packing and choices (on a GPU: until the
+    calls returned).
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Decoder:
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
         self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
+        self.model_s = 0.0
         with torch.inference_mode():
             self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
 
@@ -172,7 +177,9 @@ class Decoder:
             self.supply(turn)
         with torch.inference_mode():
             packed = pack(turns, self.cache)
+            started = time.perf_counter()
             logits = self._forward(packed)
+            self.model_s += time.perf_counter() - started
             choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
         bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
         outcomes = [

@@ -55,9 +55,7 @@ class DecodeBenchConfig(BenchConfig):
 
 def run_decode(config: DecodeBenchConfig) -> Result:
     """Measure both parts."""
-    for query in config.queries:
-        if config.cached % query:
-            raise UserError(f"--cached {config.cached} is not a multiple of the query length {query}.")
+    check_queries(config)
     source, name = model_of(config)
     backbone = load_backbone(source, dtype=DTYPES[config.dtype], device=device_name())
     adapted = backbone.block_diffusion is not None
@@ -66,7 +64,7 @@ def run_decode(config: DecodeBenchConfig) -> Result:
     table: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for batch in config.batches:
-        parts = [_measure_rounds, _measure_fixed, *([_measure_tasks] if adapted and config.tasks else [])]
+        parts = [measure_rounds, _measure_fixed, *([_measure_tasks] if adapted and config.tasks else [])]
         for part in parts:
             lines, found = part(backbone, batch, config)
             table += lines
@@ -77,7 +75,14 @@ def run_decode(config: DecodeBenchConfig) -> Result:
 
 
 # ------------------------------------------------------------------------------------------------- rounds
-def _measure_rounds(
+def check_queries(config: DecodeBenchConfig) -> None:
+    """Raises UserError unless the cache ends with a whole block of every query length."""
+    for query in config.queries:
+        if query < 1 or config.cached % query:
+            raise UserError(f"--cached {config.cached} is not a multiple of the query length {query}.")
+
+
+def measure_rounds(
     backbone: Backbone, batch: int, config: DecodeBenchConfig
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """A round's time for each query length, and the break-even tokens per forward."""

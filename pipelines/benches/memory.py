@@ -38,6 +38,11 @@ def peak_bytes(form: Callable[[], object], device: str) -> int:
     return max(0, _status_bytes("VmHWM") - before)
 
 
+def process_peak_bytes() -> int:
+    """Peak resident memory of the process since `peak_bytes` last began to count (or since its start)."""
+    return _status_bytes("VmHWM")
+
+
 def _give_back_freed_memory() -> None:
     """Let glibc return what it holds of freed memory: a call that could reuse it would seem to need less."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

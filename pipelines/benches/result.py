@@ -21,6 +21,9 @@ from pipelines.assessment.report import PLAIN_WIDTH, markdown_table
 from pipelines.jobkit import JobConfig, OutputFile
 from pipelines.jobkit.machine import describe_machine, machine_text
 
+DECODER = "decoder"  # a column of names, not of numbers
+NAME_WIDTH = 20  # columns of the terminal that they get at least
+
 
 class BenchConfig(JobConfig):
     """What every bench has."""
@@ -82,22 +85,33 @@ def cell_text(value: Any) -> str:
     return str(value)
 
 
-def _cells(content: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    columns = list(dict.fromkeys(name for line in content["table"] for name in line))
-    return columns, [[cell_text(line.get(name)) for name in columns] for line in content["table"]]
+def _tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(part, columns, rows of cells): a table for each part of a bench, with the columns that its lines have."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for line in content["table"]:
+        parts.setdefault(line.get("part", ""), []).append({k: v for k, v in line.items() if k != "part"})
+    tables = []
+    for part, lines in parts.items():
+        columns = list(dict.fromkeys(name for line in lines for name in line))
+        tables.append((part, columns, [[cell_text(line.get(name)) for name in columns] for line in lines]))
+    return tables
 
 
 def print_result(content: Mapping[str, Any]) -> None:
-    """Table and ratios on the terminal."""
-    columns, rows = _cells(content)
-    table = Table(title=f"bench {content['bench']}: {content['note']}", title_justify="left", box=box.SIMPLE_HEAD)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
+    """Tables and ratios on the terminal."""
     console = Console()
     console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
-    console.print(table)
+    console.print(f"bench {content['bench']}: {content['note']}", highlight=False)
+    for part, columns, rows in _tables(content):
+        table = Table(title=part or None, title_justify="left", box=box.SIMPLE_HEAD)
+        for index, name in enumerate(columns):
+            if name == DECODER:
+                table.add_column(name, min_width=min(NAME_WIDTH, max(len(row[index]) for row in rows)))
+            else:
+                table.add_column(name, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
     for name, ratio in content["ratios"].items():
         console.print(f"  {name}: {ratio:.2f}", highlight=False)
 
@@ -106,14 +120,14 @@ def markdown_of(contents: Sequence[Mapping[str, Any]]) -> str:
     """The results as one Markdown page: a section a bench, with machine and date."""
     parts = ["# Benches", "Ratios are measured in one run, in turns; figures are medians over the rounds."]
     for content in contents:
-        ratios = [f"- {name}: **{ratio:.2f}**" for name, ratio in content["ratios"].items()]
-        columns, rows = _cells(content)
         parts += [
             f"## {content['bench']}",
             f"{content['note']} {content['date']}, {content['runs']} rounds, {machine_text(content['machine'])}.",
-            markdown_table(columns, rows),
-            "\n".join(ratios),
         ]
+        for part, columns, rows in _tables(content):
+            parts += [f"### {part}"] if part else []
+            parts.append(markdown_table(columns, rows))
+        parts.append("\n".join(f"- {name}: **{ratio:.2f}**" for name, ratio in content["ratios"].items()))
     return "\n\n".join(parts) + "\n"
 
 

@@ -81,7 +81,8 @@ struct Workspace {
   using Word = typename Format::Word;
   int rows, key_words, value_columns;
   std::vector<Word> query, keys, values, weights;
-  std::vector<Real> sums, most, total;
+  std::vector<Real> sums, most;
+  std::vector<Real> total;  // by lane, added up at the end
 
   Workspace(int rows, int width)
       : rows(rows),
@@ -93,7 +94,7 @@ struct Workspace {
         weights(size_t(rows) * words_for<Format>(COLUMNS)),
         sums(size_t(rows) * value_columns),
         most(rows),
-        total(rows) {}
+        total(size_t(rows) * LANES_OF<Real>) {}
 };
 
 // ---------------------------------------------------------------------------------------------------- tiles
@@ -115,6 +116,17 @@ inline void row_words(const Stored* row, int width, int words, typename Format::
     }
     out[w] = Format::pack(pair);
   }
+}
+
+// A row of queries as words, zeros behind it.
+template <class Format, class Query>
+inline void query_words(const Query* row, int width, int words, typename Format::Word* out) {
+  int i = 0;
+  if constexpr (std::is_same_v<Query, float>) {
+    using Element = std::conditional_t<Format::PER_WORD == 2, bf16, float>;
+    for (; i + LANES <= width; i += LANES) store_floats(reinterpret_cast<Element*>(out) + i, load(row + i));
+  }
+  row_words<Format>(row + i, width - i, words - i / Format::PER_WORD, out + i / Format::PER_WORD);
 }
 
 // LANES 32-bit words of a row from word `first` on, as they stand in the cache where that is their format.
@@ -215,14 +227,15 @@ inline void fold_row(Vec<typename Format::Real> (&scores)[N], int row, Workspace
       store(reinterpret_cast<Real*>(out) + c * LANES_OF<Real>, scores[c]);
     }
   }
+  Real* total = work.total.data() + row * LANES_OF<Real>;
   if (now != before) {
     const Real shrink = std::exp(before - now);
-    work.total[row] *= shrink;
+    store(total, load(total) * shrink);
     Real* sums = work.sums.data() + int64_t(row) * work.value_columns;
     for (int i = 0; i < work.value_columns; i += LANES_OF<Real>) store(sums + i, load(sums + i) * shrink);
     work.most[row] = now;
   }
-  work.total[row] += sum_lanes(sum);
+  store(total, load(total) + sum);
 }
 
 // ---------------------------------------------------------------------------------------------------- a unit
@@ -254,20 +267,17 @@ void attend_tile(const Masking<Format>& mask, int64_t tile, int rows, Workspace<
   constexpr int WORDS = words_for<Format>(COLUMNS);
   in_row_steps<STEP>(rows, [&](int first, auto constant) {
     constexpr int ROWS = decltype(constant)::value;
-    for (int column = 0; column < work.value_columns; column += COLUMNS) {
+    const int64_t stride = work.value_columns;
+    for (int column = 0; column < stride; column += COLUMNS) {
       Sums<Format, ROWS> sums;
-      Real* at = work.sums.data() + int64_t(first) * work.value_columns + column;
+      Real* at = work.sums.data() + first * stride + column;
       for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < REGISTERS<Format>; ++c) {
-          sums[r][c] = load(at + int64_t(r) * work.value_columns + c * LANES_OF<Real>);
-        }
+        for (int c = 0; c < REGISTERS<Format>; ++c) sums[r][c] = load(at + r * stride + c * LANES_OF<Real>);
       }
       multiply_tile<Format, ROWS>(work.weights.data() + int64_t(first) * WORDS, WORDS, work.values.data() + column,
-                                  work.value_columns, WORDS, nullptr, sums);
+                                  stride, WORDS, nullptr, sums);
       for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < REGISTERS<Format>; ++c) {
-          store(at + int64_t(r) * work.value_columns + c * LANES_OF<Real>, sums[r][c]);
-        }
+        for (int c = 0; c < REGISTERS<Format>; ++c) store(at + r * stride + c * LANES_OF<Real>, sums[r][c]);
       }
     }
   });
@@ -296,22 +306,23 @@ void attend_unit(const Unit& unit, int head, const Layout& layout, const Heads& 
   const int group = heads.group(), rows = int(unit.count) * group, width = heads.width;
   for (int r = 0; r < rows; ++r) {
     const Query* from = query.data + (unit.first + r / group) * query.token_stride + (head * group + r % group) * width;
-    row_words<Format>(from, width, work.key_words, work.query.data() + int64_t(r) * work.key_words);
+    query_words<Format>(from, width, work.key_words, work.query.data() + int64_t(r) * work.key_words);
     work.most[r] = -std::numeric_limits<typename Format::Real>::infinity();
-    work.total[r] = 0;
   }
-  std::fill_n(work.sums.data(), int64_t(rows) * work.value_columns, typename Format::Real(0));
+  std::fill(work.sums.begin(), work.sums.end(), 0);
+  std::fill(work.total.begin(), work.total.end(), 0);
   const int64_t begin = visible_begin(unit.position, window);
   const int64_t end = visible_end(unit, unit.position + unit.count - 1);
   const Masking<Format> mask{unit, group, window, typename Format::Real(scale)};
   for (int64_t tile = begin / COLUMNS * COLUMNS; tile < end; tile += COLUMNS) {
     const Stored *keys[COLUMNS], *values[COLUMNS];
+    int64_t page = tile / layout.page_size, within = tile % layout.page_size;
     for (int j = 0; j < COLUMNS; ++j) {
-      const int64_t p = tile + j;
-      const bool seen = p >= begin && p < end;
-      const int64_t slot = seen ? unit.pages[p / layout.page_size] * layout.page_size + p % layout.page_size : 0;
+      const bool seen = tile + j >= begin && tile + j < end;
+      const int64_t slot = seen ? unit.pages[page] * layout.page_size + within : 0;
       keys[j] = seen ? cache.keys + (slot * heads.key + head) * width : nullptr;
       values[j] = seen ? cache.values + (slot * heads.key + head) * width : nullptr;
+      if (++within == layout.page_size) within = 0, ++page;
     }
     load_keys<Format>(keys, width, work);
     load_values<Format>(values, width, work);
@@ -320,7 +331,8 @@ void attend_unit(const Unit& unit, int head, const Layout& layout, const Heads& 
   for (int r = 0; r < rows; ++r) {
     Out* to = out.data + (unit.first + r / group) * out.token_stride + (head * group + r % group) * width;
     const auto* sums = work.sums.data() + int64_t(r) * work.value_columns;
-    for (int i = 0; i < width; ++i) to[i] = convert_to<Out>(sums[i] / work.total[r]);
+    const auto total = sum_lanes(load(work.total.data() + r * LANES_OF<typename Format::Real>));
+    for (int i = 0; i < width; ++i) to[i] = convert_to<Out>(sums[i] / total);
   }
 }
 

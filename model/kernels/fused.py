@@ -198,7 +198,9 @@ class FusedForward:
         for layer in layers:
             fits = layer.shape == expected and layer.dtype == layers[0].dtype and layer.is_contiguous()
             if not fits or layer.dtype not in CACHE_DTYPES or layer.device.type != "cpu":
-                raise ValueError(f"a cache tensor is {layer.dtype} {list(layer.shape)}, expected {list(expected)} on CPU")
+                raise ValueError(
+                    f"a cache tensor is {layer.dtype} {list(layer.shape)}, expected {list(expected)} on CPU"
+                )
 
     def _add_layer(self, tensors: LayerTensors, window: int | None) -> None:
         addresses = {f.name: None if (t := getattr(tensors, f.name)) is None else t.data_ptr() for f in fields(tensors)}

@@ -8,6 +8,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <vector>
@@ -105,9 +106,12 @@ void pack_panel(const float* weight, int rows, int inputs, char* out) {
 }
 
 inline void pack_group(const float* weight, int count, int column, Int8Group& out) {
-  float most = 0;
-  for (int i = 0; i < count; ++i) most = std::fmax(most, std::fabs(weight[i]));
-  out.scale[column] = round_bf16(most / 127);
+  float most = 0, poison = 0;  // poison: NaN where a weight is not finite
+  for (int i = 0; i < count; ++i) {
+    most = std::max(most, std::fabs(weight[i]));
+    poison += weight[i] * 0.0f;
+  }
+  out.scale[column] = round_bf16(most / 127 + poison);
   const float scale = to_float(out.scale[column]);
   for (int i = 0; i < GROUP; ++i) {
     const float value = i < count && scale > 0 ? std::nearbyint(weight[i] / scale) : 0.0f;

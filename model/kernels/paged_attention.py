@@ -120,7 +120,9 @@ def write_kv(keys: Tensor, values: Tensor, where: Tensor, key: Tensor, value: Te
 
 def _check(query: Tensor, keys: Tensor, values: Tensor) -> None:
     if query.dtype not in DTYPES or keys.dtype != query.dtype or values.dtype != query.dtype:
-        raise ValueError(f"query, keys and values must share a float dtype: {query.dtype}, {keys.dtype}, {values.dtype}")
+        raise ValueError(
+            f"query, keys and values must share a float dtype: {query.dtype}, {keys.dtype}, {values.dtype}"
+        )
     if any(t.device.type != "cpu" for t in (query, keys, values)):
         raise ValueError("query, keys and values must be on the CPU")
     if keys.shape != values.shape or keys.shape[2] != query.shape[2] or query.shape[1] % keys.shape[1]:

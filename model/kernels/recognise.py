@@ -94,7 +94,9 @@ def layer_tensors(layer: Any) -> LayerTensors:
         output=plain(attention.o_proj.weight),
         output_bias=bias_of(attention.o_proj),
         gate_up=_interleave(plain(mlp.gate_proj.weight), plain(mlp.up_proj.weight)),
-        gate_up_bias=None if mlp.gate_proj.bias is None else _interleave(plain(mlp.gate_proj.bias), plain(mlp.up_proj.bias)),
+        gate_up_bias=None
+        if mlp.gate_proj.bias is None
+        else _interleave(plain(mlp.gate_proj.bias), plain(mlp.up_proj.bias)),
         down=plain(mlp.down_proj.weight),
         down_bias=bias_of(mlp.down_proj),
     )

@@ -75,10 +75,15 @@ inline bf16 round_bf16(float value) {
 }
 
 inline void store_floats(bf16* p, Vec<float> v) {
+#if defined(__AVX512BF16__)
+  const auto rounded = _mm512_cvtneps_pbh(__m512(v));
+  std::memcpy(p, &rounded, sizeof(rounded));
+#else
   const Vec<uint32_t> bits = bits_as<Vec<uint32_t>>(v);
   const Vec<uint32_t> even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const Vec<uint32_t> out = v != v ? (bits >> 16 | 0x40) : even;
   *reinterpret_cast<Bf16x16*>(p) = __builtin_convertvector(out, Bf16x16);
+#endif
 }
 inline void store_floats(float* p, Vec<float> v) { store(p, v); }
 
@@ -135,25 +140,40 @@ inline V larger(V a, V b) {
 
 inline Vec<float> absolute(Vec<float> v) { return bits_as<Vec<float>>(bits_as<Vec<uint32_t>>(v) & 0x7fffffffu); }
 
-// e^x to about one unit in the last place: x = n log 2 + r, a polynomial in r, n added to the exponent. 0 below -87.
-inline Vec<float> exponential(Vec<float> x) {
-  const Vec<float> magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec<float> clamped = x < fill(-87.0f) ? fill(-87.0f) : (x > fill(88.0f) ? fill(88.0f) : x);
-  const Vec<float> shifted = clamped * 1.44269504088896341f + magic;
-  const Vec<float> n = shifted - magic;
-  Vec<float> r = clamped - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
+inline Vec<float> exponential_of_rest(Vec<float> r) {  // e^r for |r| <= log(2) / 2
   Vec<float> p = fill(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  return p * (r * r) + r + 1.0f;
+}
+
+// e^x to about one unit in the last place: x = n log 2 + r, a polynomial in r, n added to the exponent. Exactly 0 far
+// below, so that a hidden score has no weight; a NaN stays one.
+inline Vec<float> exponential(Vec<float> x) {
+#if defined(__AVX512F__)
+  const Vec<float> clamped = Vec<float>(_mm512_max_ps(__m512(fill(-110.0f)), __m512(x)));
+  const Vec<float> n = Vec<float>(_mm512_roundscale_ps(__m512(clamped * 1.44269504088896341f), 0));
+#else
+  const Vec<float> magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec<float> low = x < fill(-87.0f) ? fill(-87.0f) : x;
+  const Vec<float> clamped = low > fill(88.0f) ? fill(88.0f) : low;
+  const Vec<float> shifted = clamped * 1.44269504088896341f + magic;
+  const Vec<float> n = shifted - magic;
+#endif
+  Vec<float> r = clamped - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  const Vec<float> p = exponential_of_rest(r);
+#if defined(__AVX512F__)
+  return Vec<float>(_mm512_scalef_ps(__m512(p), __m512(n)));
+#else
   const Vec<int32_t> exponent = bits_as<Vec<int32_t>>(shifted) << 23;  // the low bits of `shifted` are n
   const Vec<float> out = bits_as<Vec<float>>(bits_as<Vec<int32_t>>(p) + exponent);
   const Vec<float> kept = x < fill(-87.0f) ? Vec<float>{} : out;
   return x != x ? x : kept;
+#endif
 }
 
 inline Vec<double> exponential(Vec<double> x) {

@@ -1,7 +1,7 @@
 """Compile the C++ sources of this folder once a machine, and load them.
 
-The library is plain C++17 behind a C interface, without PyTorch's headers: it compiles in some 15 seconds instead of a
-minute, needs no ninja, and survives an update of torch. It lies in the user's cache under a hash of the sources, the
+The library is plain C++17 behind a C interface, without PyTorch's headers: it compiles in some 15 seconds (of one
+core), needs no ninja, and survives an update of torch. It lies in the user's cache under a hash of the sources, the
 flags and this machine's processor; it appears there by rename, so processes that compile at the same time do no harm.
 Without a compiler `load_kernels` warns once and gives None: the caller stays on PyTorch.
 """

@@ -4,7 +4,7 @@ Built from a loaded transformers model, whose weights it copies into packed pane
 does not reach it. Only the token embeddings stay shared. Three weight formats:
     float32   as exact as the model itself; 4 bytes a weight to read in every forward
     bfloat16  products of bfloat16 pairs, accumulated in float32; 2 bytes
-    int8      a scale per output and 64 inputs, inputs quantised alike per token; 1.03 bytes, sums exact in int32
+    int8      a scale per output and 32 inputs, inputs quantised alike per token; 1.06 bytes, sums exact in int32
 Between the products everything is float32. The cache may be float32 or bfloat16; with bfloat16, queries and attention
 weights are rounded to bfloat16 for the products of attention.
 """
@@ -148,7 +148,7 @@ class FusedForward:
         value_cache: Sequence[Tensor],
         read: Tensor,
     ) -> Tensor:
-        """Logits float32 [N, V] of the packed tokens `read` int64 [N]; keys and values are written to the cache first.
+        """Logits float32 [N, V] of the packed tokens `read` int64 [N]; their keys and values are written to the cache.
 
         ids, positions: int64 [1, T], of which the first `tokens` are real and the rest padding, which is not run.
         where: int64 [tokens], storage slots. key_cache, value_cache: a tensor [S, Hkv, D] a layer, float32 or bfloat16.
@@ -228,9 +228,9 @@ class FusedForward:
         """Logits [T, V] of one causal sequence over a cache of its own."""
         count = ids.shape[1]
         shape = (count, self._sizes.key_heads, self._sizes.width)
-        caches = [[torch.zeros(shape) for _ in range(self._sizes.layers)] for _ in range(2)]
+        keys, values = ([torch.zeros(shape) for _ in range(self._sizes.layers)] for _ in range(2))
         every, pieces = torch.arange(count), torch.tensor([[0, count, 0, count, 1, 0]])
-        return self(ids, every[None], pieces, torch.zeros(1, dtype=torch.int64), count, every, *caches, every)
+        return self(ids, every[None], pieces, torch.zeros(1, dtype=torch.int64), count, every, keys, values, every)
 
     def __del__(self) -> None:
         if getattr(self, "_model", None) is not None:

@@ -1,7 +1,7 @@
 // Linear layers over packed weights: 32 output columns a panel, the inner dimension running through the panel in the
 // order it is used, so a product reads its weights as one stream. Three formats: float32, bfloat16 and int8.
 //
-// int8: weights are whole numbers in [-127, 127] with a scale per column and group of 64 inputs, stored plus 128;
+// int8: weights are whole numbers in [-127, 127] with a scale per column and group of 32 inputs, stored plus 128;
 // inputs are quantised per token and group. A group is summed exactly in int32 (four products a step), the 128 is taken
 // back through the sum of the token's inputs, and the groups are added up in float32 in order.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace blockcast {
 
-constexpr int GROUP = 64;
+constexpr int GROUP = 32;
 constexpr int ROW_BLOCK = 120;  // rows that one work item takes through a panel
 
 struct Int8 {

@@ -34,6 +34,7 @@ needs_kernels = pytest.mark.skipif(not available(), reason="the C++ kernels do n
 pytestmark = needs_kernels
 
 PAGE = 4
+GROUP = 32  # inputs that share a scale in int8
 SHAPE: dict[str, Any] = {
     "vocab_size": 147,  # no multiple of a panel
     "hidden_size": 72,  # nor of a group
@@ -245,15 +246,15 @@ def expected_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 class QuantisedLinear(torch.nn.Linear):
-    """int8 as the kernels are meant to compute it: groups of 64 inputs, symmetric, weight scales in bfloat16."""
+    """int8 as the kernels are meant to compute it: groups of 32 inputs, symmetric, weight scales in bfloat16."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         torch.nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = torch.cat([self._rounded(part, torch.bfloat16) for part in self.weight.split(64, -1)], -1)
-        inputs = torch.cat([self._rounded(part, torch.float32) for part in x.split(64, -1)], -1)
+        weight = torch.cat([self._rounded(part, torch.bfloat16) for part in self.weight.split(GROUP, -1)], -1)
+        inputs = torch.cat([self._rounded(part, torch.float32) for part in x.split(GROUP, -1)], -1)
         return torch.nn.functional.linear(inputs, weight, self.bias)
 
     @staticmethod
@@ -349,11 +350,12 @@ def test_what_is_not_finite_reaches_the_logits_of_its_row_only(weights: str) -> 
     assert logits[1].isnan().all() and logits[2:].isfinite().all()
 
 
-def test_a_damaged_weight_reaches_int8_logits() -> None:
-    model = make("llama")
-    library = build.load_kernels()
+@pytest.mark.parametrize("name", ["down_proj.weight", "up_proj.bias"])
+def test_a_single_damaged_number_reaches_int8_logits(name: str) -> None:
+    """In the weight it meets the quantisation of weights; in the bias, that of one input among sound ones."""
+    model, library = make("llama"), build.load_kernels()
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[3, 5] = torch.nan
+        model.model.layers[0].mlp.get_parameter(name).view(-1)[5] = torch.nan
     assert library is not None
     assert Rows(FusedForward(library, model, "int8"), torch.tensor([[1]])).forward([(0, 0, 1)]).isnan().all()
 

@@ -19,6 +19,7 @@
 namespace blockcast {
 
 constexpr int GROUP = 32;
+constexpr int STRETCH = 96;     // words of the inner dimension that are summed by themselves
 constexpr int ROW_BLOCK = 120;  // rows that one work item takes through a panel
 
 struct Int8 {
@@ -213,12 +214,23 @@ inline void encode<Int8>(const float* x, int, const Encoded& out, int64_t r) {
 
 // ---------------------------------------------------------------------------------------------------- products
 
+// Summed in stretches of STRETCH words: on SmolLM2, float32, that takes the logits' error (against float64) from 1.5
+// times PyTorch's to 0.7 times.
 template <class Format, int ROWS>
 inline void multiply_panel(const Linear& w, const char* panel, const char* ahead, const Encoded& x, int64_t first,
                            Vec<float> (&sums)[ROWS][2]) {
   using Word = typename Format::Word;
-  multiply_tile<Format, ROWS>(x.row<Word>(first), x.stride / sizeof(Word), reinterpret_cast<const Word*>(panel), COLUMNS,
-                              words_for<Format>(w.inputs), ahead, sums);
+  const int words = words_for<Format>(w.inputs);
+  for (int k = 0; k < words; k += STRETCH) {
+    const int64_t skipped = int64_t(k) * COLUMNS * sizeof(Word);
+    Vec<float> part[ROWS][2] = {};
+    multiply_tile<Format, ROWS>(x.row<Word>(first) + k, x.stride / sizeof(Word),
+                                reinterpret_cast<const Word*>(panel + skipped), COLUMNS, std::min(STRETCH, words - k),
+                                ahead ? ahead + skipped : nullptr, part);
+    for (int r = 0; r < ROWS; ++r) {
+      for (int c = 0; c < 2; ++c) sums[r][c] += part[r][c];
+    }
+  }
 }
 
 inline Vec<int32_t> dot4(Vec<int32_t> sum, const uint8_t (*weight)[4], const int8_t* x) {

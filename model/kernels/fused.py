@@ -1,0 +1,249 @@
+"""FusedForward: token ids to logits in one C++ call, for Llama-shaped models on CPU.
+
+Built from a loaded transformers model, whose weights it copies into packed panels: what is changed in the model later
+does not reach it. Only the token embeddings stay shared. Three weight formats:
+    float32   as exact as the model itself; 4 bytes a weight to read in every forward
+    bfloat16  products of bfloat16 pairs, accumulated in float32; 2 bytes
+    int8      a scale per output and 32 inputs, inputs quantised alike per token; 1.06 bytes, sums exact in int32
+Between the products everything is float32. The cache may be float32 or bfloat16; with bfloat16, queries and attention
+weights are rounded to bfloat16 for the products of attention.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from model.attention import NAME as ATTENTION
+from model.kernels.build import load_kernels
+from model.kernels.paged_attention import Layout, make_layout, raise_for_status
+from model.kernels.recognise import LayerTensors, bias_of, layer_tensors, plain, sliding_window, why_not
+
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+CACHE_DTYPES = (torch.float32, torch.bfloat16)
+PROBE_TOKENS = 16
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}  # of the probe: error norm over logit norm
+
+log = logging.getLogger(__name__)
+
+
+class _Shape(ctypes.Structure):
+    """As in forward.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("hidden", "heads", "key_heads", "width", "inner", "vocab", "format")),
+        ("embedding_bf16", c_int32),
+        ("epsilon", c_float),
+        ("rotary_scale", c_float),
+        ("embedding", c_void_p),
+        ("inverse_frequency", c_void_p),
+    )
+
+
+class _LayerWeights(ctypes.Structure):
+    """As in forward.h."""
+
+    _fields_ = (*((f.name, c_void_p) for f in fields(LayerTensors)), ("window", c_int64))
+
+
+class _Call(ctypes.Structure):
+    """As in forward.h."""
+
+    _fields_ = (
+        ("layout", Layout),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("read", c_void_p),
+        ("reads", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("logits", c_void_p),
+        ("cache_bf16", c_int32),
+        ("threads", c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    layers: int
+    key_heads: int
+    width: int
+    vocab: int
+
+
+class FusedForward:
+    """The forward of one model. `FusedForward.build` makes it; calls from several threads run one after another."""
+
+    def __init__(self, library: ctypes.CDLL, model: PreTrainedModel, weights: str) -> None:
+        self.weights = weights
+        self._library = library
+        self._embedding = model.get_input_embeddings().weight.detach().contiguous()
+        attention = model.model.layers[0].self_attn
+        config = model.config
+        self._sizes = _Sizes(
+            len(model.model.layers), config.num_key_value_heads, attention.head_dim, self._embedding.shape[0]
+        )
+        rotary = model.model.rotary_emb
+        frequency = plain(rotary.inv_freq)
+        shape = _Shape(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            width=attention.head_dim,
+            inner=config.intermediate_size,
+            vocab=self._sizes.vocab,
+            format=FORMATS[weights],
+            embedding_bf16=int(self._embedding.dtype == torch.bfloat16),
+            epsilon=config.rms_norm_eps,
+            rotary_scale=rotary.attention_scaling,
+            embedding=self._embedding.data_ptr(),
+            inverse_frequency=frequency.data_ptr(),
+        )
+        self._model: int | None = library.blockcast_model_new(ctypes.byref(shape))
+        if self._model is None:
+            raise MemoryError("no memory for the fused forward")
+        for layer in model.model.layers:
+            self._add_layer(layer_tensors(layer), sliding_window(model, layer))
+        self._set_head(model)
+        self._bound: tuple[list[int], list[int]] | None = None
+        self._pointers: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, weights: str = "float32") -> FusedForward | None:
+        """The fused forward of `model`, or None with a logged reason: no compiler, or a model that it does not know.
+
+        weights: "float32", "bfloat16" or "int8". The result was compared with the model on a short random sequence.
+        """
+        if weights not in FORMATS:
+            raise ValueError(f"weights must be one of {', '.join(FORMATS)}, not {weights!r}")
+        library = load_kernels()
+        if library is None:
+            return None
+        reason = why_not(model)
+        if reason is None:
+            fused = cls(library, model, weights)
+            reason = fused._why_not_equal(model)
+            if reason is None:
+                return fused
+        log.warning("The fused forward does not take this model: %s. Decoding stays on PyTorch.", reason)
+        return None
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        pieces: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        where: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        read: Tensor,
+    ) -> Tensor:
+        """Logits float32 [N, V] of the packed tokens `read` int64 [N]; their keys and values are written to the cache.
+
+        ids, positions: int64 [1, T], of which the first `tokens` are real and the rest padding, which is not run.
+        where: int64 [tokens], storage slots. key_cache, value_cache: a tensor [S, Hkv, D] a layer, float32 or bfloat16.
+        pieces, page_table, page_size: see `model.kernels.paged_attention`.
+        Raises IndexError where an id, slot, page or read index is out of range, ValueError for shapes that do not fit.
+        """
+        tokens, count = where.numel(), read.numel()
+        if ids.numel() < tokens or positions.numel() < tokens:
+            raise ValueError(f"{tokens} slots to write, but {ids.numel()} ids and {positions.numel()} positions")
+        keys, values = self._cache_pointers(key_cache, value_cache)
+        layout = make_layout(pieces, page_table, page_size, key_cache[0].shape[0], tokens, where)
+        ids, positions, read = ids.contiguous(), positions.contiguous(), read.contiguous()
+        if any(t.dtype != torch.int64 for t in (ids, positions, read)):
+            raise ValueError(f"ids, positions and read must be int64: {ids.dtype}, {positions.dtype}, {read.dtype}")
+        logits = torch.empty((count, self._sizes.vocab), dtype=torch.float32)
+        call = _Call(
+            layout=layout,
+            ids=ids.data_ptr(),
+            positions=positions.data_ptr(),
+            read=read.data_ptr(),
+            reads=count,
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            logits=logits.data_ptr(),
+            cache_bf16=int(key_cache[0].dtype == torch.bfloat16),
+            threads=torch.get_num_threads(),
+        )
+        raise_for_status(self._library.blockcast_forward(c_void_p(self._model), ctypes.byref(call)))
+        return logits
+
+    def _cache_pointers(
+        self, key_cache: Sequence[Tensor], value_cache: Sequence[Tensor]
+    ) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
+        """Addresses of the cache's layers; the tensors are checked when they are not those of the last call."""
+        keys, values = [t.data_ptr() for t in key_cache], [t.data_ptr() for t in value_cache]
+        if self._pointers is None or self._bound != (keys, values):
+            self._check_cache([*key_cache, *value_cache])
+            row = c_void_p * self._sizes.layers
+            self._bound, self._pointers = (keys, values), (row(*keys), row(*values))
+        return self._pointers
+
+    def _check_cache(self, layers: Sequence[Tensor]) -> None:
+        sizes = self._sizes
+        expected = (layers[0].shape[0], sizes.key_heads, sizes.width)
+        if len(layers) != 2 * sizes.layers:
+            raise ValueError(f"{len(layers)} cache tensors for {sizes.layers} layers")
+        for layer in layers:
+            fits = layer.shape == expected and layer.dtype == layers[0].dtype and layer.is_contiguous()
+            if not fits or layer.dtype not in CACHE_DTYPES or layer.device.type != "cpu":
+                raise ValueError(
+                    f"a cache tensor is {layer.dtype} {list(layer.shape)}, expected {list(expected)} on CPU"
+                )
+
+    def _add_layer(self, tensors: LayerTensors, window: int | None) -> None:
+        addresses = {f.name: None if (t := getattr(tensors, f.name)) is None else t.data_ptr() for f in fields(tensors)}
+        weights = _LayerWeights(**addresses, window=-1 if window is None else window)
+        raise_for_status(self._library.blockcast_model_add_layer(c_void_p(self._model), ctypes.byref(weights)))
+
+    def _set_head(self, model: PreTrainedModel) -> None:
+        norm, head, bias = plain(model.model.norm.weight), plain(model.lm_head.weight), bias_of(model.lm_head)
+        addresses = [c_void_p(None if t is None else t.data_ptr()) for t in (norm, head, bias)]
+        raise_for_status(self._library.blockcast_model_set_head(c_void_p(self._model), *addresses))
+
+    def _why_not_equal(self, model: PreTrainedModel) -> str | None:
+        """Compare with the model itself on a short random sequence; why it differs, or None."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self._sizes.vocab, (1, PROBE_TOKENS), generator=generator)
+        positions = torch.arange(PROBE_TOKENS)[None]
+        plan = {"attention_plan": _CausalPlan()} if model.config._attn_implementation == ATTENTION else {}
+        with torch.inference_mode():
+            expected = model(input_ids=ids, position_ids=positions, use_cache=False, **plan).logits[0].float()
+        error = float((self._run_alone(ids) - expected).norm() / expected.norm())
+        rough = self.weights if model.dtype == torch.float32 or self.weights == "int8" else "bfloat16"
+        return None if error <= TOLERANCE[rough] else f"its logits differ from the fused ones by {error:.2g}"
+
+    def _run_alone(self, ids: Tensor) -> Tensor:
+        """Logits [T, V] of one causal sequence over a cache of its own."""
+        count = ids.shape[1]
+        shape = (count, self._sizes.key_heads, self._sizes.width)
+        keys, values = ([torch.zeros(shape) for _ in range(self._sizes.layers)] for _ in range(2))
+        every, pieces = torch.arange(count), torch.tensor([[0, count, 0, count, 1, 0]])
+        return self(ids, every[None], pieces, torch.zeros(1, dtype=torch.int64), count, every, keys, values, every)
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None) is not None:
+            self._library.blockcast_model_free(c_void_p(self._model))
+
+
+class _CausalPlan:
+    """Dense causal attention, for the probe (the plan protocol of `model.attention`)."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        position = torch.arange(query.shape[2])
+        back = position[:, None] - position[None]
+        allowed = back >= 0 if sliding_window is None else (back >= 0) & (back < sliding_window)
+        return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=True)

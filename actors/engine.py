@@ -46,8 +46,8 @@ class EngineConfig:
     prefill_tokens: prompt tokens encoded in one round, over all rows. pages: of one block each in the cache (None: room
     for max_rows rows of max_length, but for no more than 65,536 tokens unless one row needs it). prefix_cache: whether
     blocks that are committed can be found by later requests. rounds_per_visit: rounds between two looks at arrivals,
-    aborts and listeners, as long as no row ends. pack_weights: on CPU, decode with packed copies of the linear layers:
-    faster, for twice the weights' memory.
+    aborts and listeners, as long as no row ends. weights: on CPU, "model" decodes in the model's number format, "int8"
+    with quantised copies of the weights; kernels: whether the C++ forward may be used there (see `model.kernels`).
     """
 
     max_rows: int = 8
@@ -56,7 +56,8 @@ class EngineConfig:
     pages: int | None = None
     prefix_cache: bool = True
     rounds_per_visit: int = 1
-    pack_weights: bool = True
+    weights: str = "model"
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_length", "prefill_tokens", "pages", "rounds_per_visit"):
@@ -164,7 +165,8 @@ class Engine:
             max_length=self.config.max_length,
             pages=self.config.pages,
             prefix_cache=self.config.prefix_cache,
-            pack_weights=self.config.pack_weights,
+            weights=self.config.weights,
+            kernels=self.config.kernels,
         )
         self.progress_at = time.monotonic()
         self._lock = threading.Condition()

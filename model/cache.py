@@ -10,6 +10,8 @@ pool knows takes the writes of padding, where shapes are static.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ class BlockCache:
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
+        self.finite = False
         self.keys: list[Tensor] = []  # one a layer
         self.values: list[Tensor] = []
 
@@ -56,9 +59,13 @@ class BlockCache:
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of a layer, shaped for tokens like key and value [T, kv_heads, head_dim] when it is new."""
         if layer == len(self.keys):
-            self.keys.append(self._allocate(key))
-            self.values.append(self._allocate(value))
+            self.add_layer(key.shape[1], key.shape[2], value.shape[2])
         return self.keys[layer], self.values[layer]
+
+    def add_layer(self, heads: int, key_width: int, value_width: int) -> None:
+        """Storage for one more layer."""
+        self.keys.append(self._allocate(heads, key_width))
+        self.values.append(self._allocate(heads, value_width))
 
     def write(self, layer: int, where: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [T, kv_heads, head_dim] at the storage indices `where` int64 [T]."""
@@ -71,5 +78,21 @@ class BlockCache:
         keys, values = self.keys[layer][where], self.values[layer][where]
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        return torch.empty((self.tokens + self.page_size, *like.shape[1:]), dtype=self.dtype, device=self.device)
+    def keep_finite(self) -> None:
+        """Zero the storage, now and when more is allocated: for attention that multiplies what it masks by zero."""
+        self.finite = True
+        with torch.inference_mode():
+            for tensor in (*self.keys, *self.values):
+                tensor.zero_()
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Zero pages that may hold what is not finite, where that matters."""
+        if self.finite and pages:
+            where = torch.from_numpy(self.where(np.array(pages), np.arange(len(pages) * self.page_size)))
+            with torch.inference_mode():
+                for tensor in (*self.keys, *self.values):
+                    tensor.index_fill_(0, where.to(self.device), 0)
+
+    def _allocate(self, heads: int, width: int) -> Tensor:
+        make = torch.zeros if self.finite else torch.empty
+        return make((self.tokens + self.page_size, heads, width), dtype=self.dtype, device=self.device)

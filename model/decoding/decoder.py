@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from model.backbone import Backbone
 from model.cache import BlockCache
@@ -25,10 +26,13 @@ from model.decoding.requests import GenerationRequest, check_request
 from model.decoding.row import MASKED, Phase, Reveal, Row
 from model.decoding.static_forward import StaticForward
 from model.errors import UserError
+from model.kernels.fused import FusedForward
 from model.packed_linear import can_pack, pack_linears
 from model.pages import Key, chain_keys
 
 PAGE_SIZE = 32  # of a model that was not adapted
+WEIGHTS = ("model", "int8")
+FORMAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
 
@@ -50,12 +54,14 @@ class Decoder:
 
     rows: how many run at once, for the cache's default size. max_length: longest prompt and answer together, in tokens
     (at most the model's context). pages: of one block each; by default room for all rows, but not for more than
-    DEFAULT_TOKENS tokens. pack_weights: on CPU, multiply with packed copies of the linear layers, which replace the
-    model's own in place (see `model.packed_linear`). ban_mask_token: whether blocks are decided without the mask token
-    in the distribution; the published reference leaves it in, which only parity tests want.
+    DEFAULT_TOKENS tokens. weights: on CPU, "model" computes in the model's own format, "int8" with quantised copies
+    (see `model.kernels.fused`). kernels: whether CPU decoding may use our C++ forward; without it, or for an
+    architecture it does not know, PyTorch runs the model, its linear layers replaced in place by packed ones.
+    ban_mask_token: whether blocks are decided without the mask token in the distribution; the published reference
+    leaves it in, which only parity tests want.
 
     model_s: seconds since the start that the model's forwards took, without packing and choices (on a GPU: until the
-    calls returned).
+    calls returned). most_tokens, most_logits: the widest forward so far, and the most rows of logits of any.
     """
 
     def __init__(
@@ -66,7 +72,8 @@ class Decoder:
         max_length: int | None = None,
         pages: int | None = None,
         prefix_cache: bool = True,
-        pack_weights: bool = True,
+        weights: str = "model",
+        kernels: bool = True,
         ban_mask_token: bool = True,
     ) -> None:
         self.backbone = backbone
@@ -75,7 +82,8 @@ class Decoder:
             bound = f"the context of {backbone.name}: at most {backbone.context_length}"
             raise UserError(f"max_length {max_length} exceeds {bound}.")
         model = backbone.model
-        if pack_weights and can_pack(model):
+        self.fused = _fused_forward(model, weights) if kernels or weights == "int8" else None
+        if self.fused is None and can_pack(model):
             pack_linears(model)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         page_size = backbone.block_diffusion.block_size if backbone.block_diffusion else PAGE_SIZE
@@ -91,6 +99,11 @@ class Decoder:
         self.ban_mask_token = ban_mask_token
         self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
         self.model_s = 0.0
+        self.most_tokens = self.most_logits = 0
+        if self.fused is not None:
+            layers, heads, width = self.fused.cache_shape
+            for _ in range(layers):
+                self.cache.add_layer(heads, width, width)
         with torch.inference_mode():
             self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
 
@@ -180,18 +193,24 @@ class Decoder:
             started = time.perf_counter()
             logits = self._forward(packed)
             self.model_s += time.perf_counter() - started
+            self.most_tokens = max(self.most_tokens, packed.plan.where.shape[0])
+            self.most_logits = max(self.most_logits, logits.shape[0])
             choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
         bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
         outcomes = [
             _apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)
         ]
         for outcome in outcomes:
-            if publish and outcome.error is None:
+            if outcome.error is not None:
+                self.cache.forget(outcome.row.pages[len(outcome.row.keys) :])
+            elif publish:
                 self._publish(outcome.row)
         return outcomes
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""
+        if self.fused is not None:
+            return self._forward_fused(packed)
         if self.static_forward is not None:
             return self.static_forward(packed)
         output = self.backbone.model(
@@ -203,6 +222,35 @@ class Decoder:
         )
         logits: Tensor = output.logits[0, : len(packed.slots.read)]
         return logits
+
+    def _forward_fused(self, packed: Packed) -> Tensor:
+        assert self.fused is not None
+        pieces, tables = packed.plan.descriptors
+        return self.fused(
+            packed.ids,
+            packed.positions,
+            pieces,
+            tables,
+            self.cache.page_size,
+            packed.plan.where,
+            self.cache.keys,
+            self.cache.values,
+            packed.read[: len(packed.slots.read)],
+        )
+
+
+def _fused_forward(model: PreTrainedModel, weights: str) -> FusedForward | None:
+    """Our forward for the model on CPU, where it knows the architecture. Raises UserError for int8 without it."""
+    if weights not in WEIGHTS:
+        raise UserError(f"engine.weights must be one of {', '.join(WEIGHTS)}, not {weights!r}.")
+    name = FORMAT_NAMES.get(model.dtype) if weights == "model" else weights
+    fused = FusedForward.build(model, name) if name is not None and model.device.type == "cpu" else None
+    if fused is None and weights != "model":
+        raise UserError(
+            f"engine.weights {weights} needs the C++ forward, which does not run here (a CPU, g++ and a Llama-shaped "
+            "model are needed; the log says what lacks): use engine.weights model."
+        )
+    return fused
 
 
 def _apply(turn: Turn, slots: Slots, choices: Choices, mine: range) -> Outcome:

@@ -3,14 +3,15 @@
 A forward is a list of pieces, one a row: consecutive query tokens of the row and how far each of them sees. `span` is
 the row's mask in one number: a query sees to the end of its own span, so 1 is causal and the block size is
 block-causal. One piece may therefore hold a prefill chunk of many blocks, or a commit and the next block's canvas.
-Keys and values are written to the pages first. The PyTorch path below reads them as a copy a piece, then attends span
-by span with views of it: a call has the same shape whatever the chunk, the pages or the neighbours, so nothing there
-can make a row depend on them.
+Keys and values are written to the pages first. On CPU the project's own kernel then reads them where they are. Without
+a compiler, PyTorch reads a copy a piece and attends span by span with views of it: a call has the same shape whatever
+the chunk, the pages or the neighbours, so nothing there can make a row depend on them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.cache import BlockCache
+from model.kernels import paged_attention
+
+NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class DecodePlan:
         """Write key and value [1, Hkv, T, D], then attend with query [1, Hq, T, D]. Padding gets zeros."""
         tokens = self.where.shape[0]
         self.cache.write(layer, self.where, key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1))
+        if self._kernel_takes(query, value):
+            return self._attend_kernel(layer, query, scale, sliding_window)
         out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
         for index, piece in enumerate(self.pieces):
             keys, values = self.cache.read(layer, self._where(index, piece))
@@ -91,6 +97,35 @@ class DecodePlan:
                 out[here] = self._attend_span(span, query[0, :, here], keys, values, scale, sliding_window)
         out[tokens:] = 0
         return out.transpose(0, 1)[None]
+
+    def _kernel_takes(self, query: Tensor, value: Tensor) -> bool:
+        fits = query.dtype in paged_attention.DTYPES and query.shape[3] == value.shape[3]
+        return query.device.type == "cpu" and fits and paged_attention.available()
+
+    def _attend_kernel(self, layer: int, query: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+        pieces, tables = self.descriptors
+        out = paged_attention.paged_attention(
+            query[0].transpose(0, 1),
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            pieces,
+            tables,
+            self.cache.page_size,
+            scale,
+            sliding_window,
+        )
+        return out.transpose(0, 1)[None]
+
+    @cached_property
+    def descriptors(self) -> tuple[Tensor, Tensor]:
+        """The pieces as the kernels read them: int64 [P, 6] and the page tables behind one another, int64 [pages]."""
+        lines, begin = [], 0
+        for piece in self.pieces:
+            lines.append((piece.offset, piece.count, piece.position, piece.visible, piece.span, begin))
+            begin += len(piece.table)
+        tables = [NONE, *(piece.table for piece in self.pieces)]
+        pieces = np.array(lines, dtype=np.int64).reshape(-1, paged_attention.PIECE_FIELDS)
+        return torch.from_numpy(pieces), torch.from_numpy(np.concatenate(tables))
 
     def _where(self, index: int, piece: Piece) -> Tensor:
         """Storage indices of a piece's positions [0, visible), made once a forward."""

@@ -174,6 +174,7 @@ class StaticForward:
         self._rows = rows
         self._on_cuda = cache.device.type == "cuda"
         self._runs: dict[tuple[int, int], _Run] = {}
+        cache.keep_finite()
 
     def __call__(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots, N as packed; valid until the next call of the same bucket."""

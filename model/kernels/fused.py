@@ -116,6 +116,11 @@ class FusedForward:
         self._bound: tuple[list[int], list[int]] | None = None
         self._pointers: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """(layers, key-value heads, head width) of the cache."""
+        return self._sizes.layers, self._sizes.key_heads, self._sizes.width
+
     @classmethod
     def build(cls, model: PreTrainedModel, weights: str = "float32") -> FusedForward | None:
         """The fused forward of `model`, or None with a logged reason: no compiler, or a model that it does not know.

@@ -90,6 +90,7 @@ def test_an_answer_carries_text_usage_and_figures() -> None:
     counts = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
     assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     assert body["diffusion"] == {
+        "mode": "diffusion",
         "forwards": {"prefill": 1, "denoise": 2, "commit": 1},
         "tokens_per_forward": 1.0,
         "steps_per_block": [2],

@@ -59,12 +59,14 @@ def test_ar_mode_with_a_repetition_penalty_equals_generate_of_transformers(
 def changes(request: GenerationRequest, decided: dict[int, int]) -> dict[int, tuple[float, float]]:
     """{token: (repetition, shift)} of a row whose prompt is prefilled and that has decided {position: token}."""
     decoder = Decoder(scripted_backbone(lambda position: (20, 0.5)), rows=1)
-    row = decoder.admit(request)
+    row = decoder.make_row(request)
     for position, token in decided.items():
         row.tokens[position], row.state[position] = token, DECIDED
     row.frontier = int(np.argmax(row.state != DECIDED))
-    slots = pack([Turn(row, row.prefill_left or BLOCK)], decoder.cache, MASK).slots
-    edits = edits_of([Turn(row, BLOCK)], slots, torch.device("cpu"))
+    turn = Turn(row, row.prefill_left)
+    decoder.supply(turn)
+    slots = pack([turn], decoder.cache).slots
+    edits = edits_of([turn], slots, torch.device("cpu"))
     if edits is None:
         return {}
     each = zip(edits.token.tolist(), zip(edits.repetition.tolist(), edits.shift.tolist(), strict=True), strict=True)
@@ -96,8 +98,10 @@ def test_who_asks_for_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_neighbours_do_not_share_their_penalties() -> None:
     decoder = Decoder(scripted_backbone(lambda position: (20, 0.5)), rows=3)
     kinds: list[dict[str, Any]] = [{"repetition_penalty": 2.0}, {}, {"logit_bias": ((9, 1.0),)}]
-    turns = [Turn(decoder.admit(make_request(str(i), (5 + i,), 20, **kind)), BLOCK) for i, kind in enumerate(kinds)]
-    slots = pack(turns, decoder.cache, MASK).slots
+    turns = [Turn(decoder.make_row(make_request(str(i), (5 + i,), 20, **kind))) for i, kind in enumerate(kinds)]
+    for turn in turns:
+        decoder.supply(turn)
+    slots = pack(turns, decoder.cache).slots
     edits = edits_of(turns, slots, torch.device("cpu"))
     assert edits is not None
     turn = slots.turn[edits.slot.numpy()]

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from actors.engine import Engine, generate_all
-from model.backbone import Backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError
 from pipelines.assessment.contenders import AR
@@ -23,37 +17,13 @@ from pipelines.benches.result import device_name
 MIB = 2**20
 
 
-@dataclass
-class HeadWatch:
-    """Most rows of logits and most query tokens of any one forward."""
-
-    logit_rows: int = 0
-    query_tokens: int = 0
-
-    @contextmanager
-    def over(self, backbone: Backbone) -> Iterator[HeadWatch]:
-        head, embeddings = backbone.model.get_output_embeddings(), backbone.model.get_input_embeddings()
-        hooks = [head.register_forward_hook(self._saw_logits), embeddings.register_forward_hook(self._saw_tokens)]
-        try:
-            yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _saw_logits(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.logit_rows = max(self.logit_rows, output.numel() // output.shape[-1])
-
-    def _saw_tokens(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.query_tokens = max(self.query_tokens, output.numel() // output.shape[-1])
-
-
 def cache_bytes(engine: Engine) -> int:
-    """pages x page size x layers x 2 x kv heads x head size x bytes of a number."""
+    """(pages and one for padding) x page size x layers x 2 x kv heads x head size x bytes of a number."""
     model, cache = engine.decoder.backbone.model, engine.decoder.cache
     config = model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = config.num_hidden_layers * 2 * config.num_key_value_heads * head
-    return cache.tokens * numbers * cache.dtype.itemsize
+    return (cache.tokens + cache.page_size) * numbers * cache.dtype.itemsize
 
 
 def measure_memory(setting: Setting) -> PartResult:
@@ -77,9 +47,7 @@ def _measure(setting: Setting, rows: int, name: str, requests: list[GenerationRe
     expected = cache_bytes(engine)
     if engine.decoder.cache.nbytes != expected:
         raise JobError(f"memory: the cache has {engine.decoder.cache.nbytes} bytes, by arithmetic {expected}.")
-    watch = HeadWatch()
-    with watch.over(setting.backbone):
-        generate_all(engine, requests)  # what stays allocated (packed weights, buffers of libraries) is there now
+    generate_all(engine, requests)  # what stays allocated (packed weights, buffers of libraries) is there now
     fresh = setting.engine(requests, rows)  # its pages have never been touched
     peak = peak_bytes(lambda: generate_all(fresh, requests), device_name())
     weights = sum(parameter.nbytes for parameter in setting.backbone.model.parameters())
@@ -91,6 +59,6 @@ def _measure(setting: Setting, rows: int, name: str, requests: list[GenerationRe
         "cache MiB": expected / MIB,
         "weights MiB": weights / MIB,
         "process MiB": process_peak_bytes() / MIB,
-        "query tokens": watch.query_tokens,
-        "logit rows": watch.logit_rows,
+        "query tokens": engine.decoder.most_tokens,
+        "logit rows": engine.decoder.most_logits,
     }

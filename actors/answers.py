@@ -48,6 +48,7 @@ class AnswerSettings:
     seed: int
     decode: DecodeConfig
     max_rows: int
+    weights: str = "model"
 
     @property
     def prompts_at_once(self) -> int:
@@ -83,7 +84,7 @@ class Answers:
         self._settings = settings
         backbone = load_backbone(settings.model, dtype=DTYPES[settings.dtype], device=settings.device)
         self._card = model_card(backbone)
-        self.engine = Engine(backbone, EngineConfig(max_rows=settings.max_rows))
+        self.engine = Engine(backbone, EngineConfig(max_rows=settings.max_rows, weights=settings.weights))
 
     def submit(self, prompt: Prompt, done: Callable[[Answer], None]) -> None:
         """Ask; `done` is called once with the answer or the error, at once or from where the engine runs."""

@@ -59,6 +59,7 @@ class EngineArgs(Args):
     max_length: int | None = Field(None, ge=2, description="longest prompt and answer, in tokens; absent: the context")
     prefill_tokens: int = Field(512, ge=1, description="prompt tokens read a round, so that decoding rows go on")
     pages: int | None = Field(None, ge=1, description="cache pages of one block; absent: for max_rows, 65,536 tokens")
+    weights: Literal["model", "int8"] = Field("model", description="on a CPU: int8 decodes with quantised weights")
     prefix_cache: bool = Field(True, description="whether a prompt's known beginning is found in the cache")
 
 

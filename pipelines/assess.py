@@ -188,7 +188,7 @@ def _held_out(config: AssessConfig) -> HeldOutTasks | HeldOutRows | None:
 
 def _settings(config: AssessConfig) -> Settings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Settings(config.decode.dtype, device, config.engine.max_rows, config.seed)
+    return Settings(config.decode.dtype, device, config.engine.max_rows, config.seed, config.engine.weights)
 
 
 def _measure_losses(config: AssessConfig, subjects: Sequence[Subject], settings: Settings, journal: Journal) -> None:
@@ -291,6 +291,7 @@ def _setting(
         questions=len(questions),
         max_tokens=config.max_tokens,
         rows=settings.max_rows,
+        weights=settings.weights,
         machine=describe_machine(settings.dtype, settings.device),
         parameters=count_parameters(fetch_model(subjects[-1].source)),
         held_out=_held_out_text(config, losses[-1]) if losses else None,

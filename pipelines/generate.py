@@ -122,6 +122,7 @@ def _settings(config: GenerateConfig) -> tuple[AnswerSettings, str]:
         seed=config.seed,
         decode=decode,
         max_rows=config.engine.max_rows,
+        weights=config.engine.weights,
     )
     return settings, revision_of(folder)
 

@@ -38,6 +38,7 @@ class Settings:
     device: str
     max_rows: int
     seed: int
+    weights: str = "model"
 
     @property
     def turn(self) -> int:
@@ -121,7 +122,13 @@ def _load(subject: Subject, questions: Sequence[Question], settings: Settings) -
     backbone = load_backbone(subject.source, dtype=DTYPES[settings.dtype], device=settings.device)
     card = model_card(backbone, name=subject.name)
     longest = max(len(r.prompt_ids) + r.max_tokens for r in make_requests(questions, card, AR, settings.seed))
-    return card, Engine(backbone, EngineConfig(settings.max_rows, _row_length(longest, backbone)))
+    config = EngineConfig(
+        settings.max_rows,
+        _row_length(longest, backbone),
+        weights=settings.weights,
+        prefix_cache=False,  # contenders are asked the same: none may find what another has encoded
+    )
+    return card, Engine(backbone, config)
 
 
 def _row_length(longest: int, backbone: Backbone) -> int:

@@ -54,6 +54,7 @@ class Setting:
     questions: int
     max_tokens: int
     rows: int
+    weights: str
     machine: Mapping[str, Any]
     parameters: int
     held_out: str | None
@@ -140,10 +141,11 @@ def report_text(figures: Sequence[Figures], setting: Setting) -> str:
 
 def _how(setting: Setting) -> str:
     models = "; ".join(f"{role}: {name}" for role, name in setting.models.items())
+    quantised = "" if setting.weights == "model" else f", every model with {setting.weights} weights"
     return (
         f"{date.today().isoformat()}. {models}. {setting.questions} questions ({setting.source}), answers of at most "
-        f"{setting.max_tokens} tokens, greedy unless a prompt says otherwise, {setting.rows} decoded together. "
-        f"Machine: {machine_text(dict(setting.machine))}."
+        f"{setting.max_tokens} tokens, greedy unless a prompt says otherwise, {setting.rows} decoded "
+        f"together{quantised}. Machine: {machine_text(dict(setting.machine))}."
     )
 
 

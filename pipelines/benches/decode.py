@@ -173,7 +173,9 @@ def _measure_fixed(
     size = backbone.block_diffusion.block_size
     steps = config.steps or sorted({max(1, size // 2), max(1, size // 4)}, reverse=True)
     decoders = {"AR": AR, **{f"blocks, {n} steps": DecodeConfig(policy="static", steps=n) for n in steps}}
-    engine = Engine(backbone, EngineConfig(batch, min(config.cached + config.answer, backbone.context_length)))
+    engine = Engine(
+        backbone, EngineConfig(batch, min(config.cached + config.answer, backbone.context_length), prefix_cache=False)
+    )
     runs = {
         name: Answering(
             engine,
@@ -193,7 +195,7 @@ def _measure_tasks(
     card = model_card(backbone)
     asked = {name: make_requests(questions, card, decode, config.seed) for name, decode in decoders.items()}
     longest = max(len(request.prompt_ids) + request.max_tokens for requests in asked.values() for request in requests)
-    engine = Engine(backbone, EngineConfig(batch, min(longest, backbone.context_length)))
+    engine = Engine(backbone, EngineConfig(batch, min(longest, backbone.context_length), prefix_cache=False))
     return _compare("tasks", {name: Answering(engine, requests) for name, requests in asked.items()}, batch, config)
 
 

@@ -158,6 +158,10 @@ class EngineSection(Section):
     max_rows: int = Field(
         8, ge=1, description="requests decoded together in one forward", json_schema_extra=NOT_IDENTITY
     )
+    weights: Literal["model", "int8"] = Field(
+        "model",
+        description="on a CPU: model decodes in decode.dtype; int8 with quantised weights, faster and slightly inexact",
+    )
 
 
 class ClusterConfig(Section):

@@ -45,7 +45,9 @@ def request(
     case: dict[str, Any], meta: dict[str, Any], prompt: list[int], budget: int, refresh: str = "always"
 ) -> GenerationRequest:
     stops = frozenset({meta["stop_token_id"]})
-    decode = DecodeConfig(threshold=case["threshold"], sub_block_size=case["small_block_size"], refresh=refresh)
+    decode = DecodeConfig(
+        threshold=case["threshold"], sub_block_size=case["small_block_size"], refresh=refresh, fused="off"
+    )
     return GenerationRequest("row", tuple(prompt), budget, decode=decode, stop_token_ids=stops)
 
 

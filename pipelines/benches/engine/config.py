@@ -25,6 +25,7 @@ class EngineBenchConfig(BenchConfig):
     )
     layers: int | None = Field(None, ge=1, description="decoder layers of the random Llama; null: as the model")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="number format")
+    weights: Literal["model", "int8"] = Field("model", description="on a CPU: int8 decodes with quantised weights")
     tasks: int = Field(8, ge=1, description="held-out tasks that are asked")
     max_tokens: int = Field(96, ge=1, description="longest answer in tokens (its length where nothing stops it)")
     thresholds: tuple[float, ...] = Field((0.9, 0.7), description="confidence thresholds of an adapted model's blocks")
@@ -37,7 +38,7 @@ class EngineBenchConfig(BenchConfig):
         (), description="more block decoders for the part `single`, such as policy=static,steps=8"
     )
     fused: Literal["off", "masked_head", "speculative"] = Field(
-        "off", description="commit form of the block decoder in all parts but `single` and `lockstep`"
+        "speculative", description="commit form of the block decoder in all parts but `single` and `lockstep`"
     )
     batch: int = Field(8, ge=1, description="rows at a time in lockstep, open, host and memory, sequences in rivals")
     concurrency: tuple[int, ...] = Field((1, 2, 4, 8, 16, 32), description="requests at a time in `closed`")

@@ -109,7 +109,8 @@ class Setting:
         backbone = backbone or self.backbone
         longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
         whole = -(-longest // self.block_size) * self.block_size
-        config = EngineConfig(rows, min(whole, backbone.context_length), prefix_cache=False)
+        length = min(whole, backbone.context_length)
+        config = EngineConfig(rows, length, prefix_cache=False, weights=self.config.weights)
         return Engine(backbone, config, planner=planner)
 
 

@@ -40,7 +40,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def make_request(
     name: str, prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (), **fields: Any
 ) -> GenerationRequest:
-    """A request; DecodeConfig's and SamplingParams' fields by their names; without a policy, threshold 0.4."""
+    """A request; DecodeConfig's and SamplingParams' fields by name; not fused, and without a policy threshold 0.4."""
     decode = {k: fields.pop(k) for k in list(fields) if k in DecodeConfig.__dataclass_fields__}
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__dataclass_fields__}
     return GenerationRequest(
@@ -48,7 +48,7 @@ def make_request(
         prompt_ids=tuple(prompt),
         max_tokens=max_tokens,
         sampling=SamplingParams(**sampling),
-        decode=DecodeConfig(**{**({} if "policy" in decode else {"threshold": 0.4}), **decode}),
+        decode=DecodeConfig(**{"fused": "off", **({} if "policy" in decode else {"threshold": 0.4}), **decode}),
         stop_token_ids=frozenset(stop),
         **fields,
     )

@@ -29,8 +29,8 @@ from model.kernels.recognise import LayerTensors, bias_of, layer_tensors, plain,
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
-PROBE_TOKENS = 16
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}  # of the probe: error norm over logit norm
+PROBES, PROBE_TOKENS = 4, 16
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}  # median over tokens of error norm over logit norm
 
 log = logging.getLogger(__name__)
 
@@ -218,16 +218,24 @@ class FusedForward:
         raise_for_status(self._library.blockcast_model_set_head(c_void_p(self._model), *addresses))
 
     def _why_not_equal(self, model: PreTrainedModel) -> str | None:
-        """Compare with the model itself on a short random sequence; why it differs, or None."""
+        """Compare with the model itself on short random sequences; why it differs, or None.
+
+        The median token decides: a variant we do not know is wrong everywhere, while on random text bfloat16 itself
+        can be far off at some tokens (0.6 from float32 over a sequence, where ours was 0.014, was seen).
+        """
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self._sizes.vocab, (1, PROBE_TOKENS), generator=generator)
+        probes = torch.randint(0, self._sizes.vocab, (PROBES, 1, PROBE_TOKENS), generator=generator)
+        error = float(torch.cat([self._errors(model, ids) for ids in probes]).median())
+        rough = self.weights if model.dtype == torch.float32 or self.weights == "int8" else "bfloat16"
+        return None if error <= TOLERANCE[rough] else f"its logits differ from the fused ones by {error:.2g}"
+
+    def _errors(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """Relative error [T] of each token's logits, ids [1, T]."""
         positions = torch.arange(PROBE_TOKENS)[None]
         plan = {"attention_plan": _CausalPlan()} if model.config._attn_implementation == ATTENTION else {}
         with torch.inference_mode():
             expected = model(input_ids=ids, position_ids=positions, use_cache=False, **plan).logits[0].float()
-        error = float((self._run_alone(ids) - expected).norm() / expected.norm())
-        rough = self.weights if model.dtype == torch.float32 or self.weights == "int8" else "bfloat16"
-        return None if error <= TOLERANCE[rough] else f"its logits differ from the fused ones by {error:.2g}"
+        return (self._run_alone(ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
 
     def _run_alone(self, ids: Tensor) -> Tensor:
         """Logits [T, V] of one causal sequence over a cache of its own."""

@@ -224,3 +224,43 @@ def test_two_thousand_random_submits_and_aborts_leave_every_page_free(seed: int)
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert stats.pages_free + stats.pages_cached == 16 and stats.preemptions > 0 and stats.prefix_hits > 0
     assert all(isinstance(ended[name], Finished) for name in alive)
+
+
+# ------------------------------------------------------------------------------------------------- where pages lie
+@pytest.mark.parametrize("kernels", [True, False])
+def test_scattered_pages_give_what_pages_in_order_give(sharp_backbone: Backbone, kernels: bool) -> None:
+    requests = mixed_requests()
+    in_order, scattered = (Engine(sharp_backbone, EngineConfig(kernels=kernels, prefix_cache=False)) for _ in range(2))
+    random.Random(0).shuffle(scattered.decoder.cache.pool._free)
+    first, second = ({n: r.token_ids for n, r in run(engine, requests).items()} for engine in (in_order, scattered))
+    assert first == second
+
+
+def test_our_forward_writes_what_pytorch_s_writes(sharp_backbone: Backbone) -> None:
+    """float32, every kind of row; the tiny model's margins are wide enough for rounding never to decide."""
+    requests = mixed_requests()
+    ours, theirs = Engine(sharp_backbone), Engine(sharp_backbone, EngineConfig(kernels=False))
+    assert ours.decoder.fused is not None and theirs.decoder.fused is None
+    first, second = ({n: r.token_ids for n, r in run(engine, requests).items()} for engine in (ours, theirs))
+    assert first == second
+
+
+# ------------------------------------------------------------------------------------------------- bounds
+@pytest.mark.parametrize("seed", range(3))
+def test_no_block_takes_more_forwards_than_slots_and_a_commit_and_everybody_ends(seed: int) -> None:
+    """Whatever the confidences and however few the pages: no livelock, no starvation."""
+    chance = random.Random(seed)
+    backbone = scripted_backbone(lambda p: (20 + p % 200, chance.random()), context_length=96)
+    engine = Engine(backbone, EngineConfig(max_rows=4, max_length=96, pages=13, prefill_tokens=8))
+    requests = [
+        make_request(str(i), prompt_of(chance.randrange(1, 60), i), 30, **{"threshold": 0.5, **chance.choice(KINDS)})
+        for i in range(30)
+    ]
+    results = run(engine, requests)
+    assert len(results) == 30
+    for request in requests:
+        result = results[request.id]
+        if result.mode == "diffusion":
+            blocks = len(result.steps_per_block) + 1
+            assert max(result.steps_per_block, default=0) <= BLOCK
+            assert result.forwards["denoise"] + result.forwards["commit"] <= blocks * (BLOCK + 1)

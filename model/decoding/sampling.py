@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.kernels.peaks import peaks
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 and the two multipliers of splitmix64, as signed 64-bit numbers
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
@@ -129,12 +131,12 @@ def choose(logits: Tensor, how: SlotSampling) -> Chosen:
         _edit(logits, how.edits)
     if how.banned_token_id is not None:
         logits[how.banned, how.banned_token_id] = -torch.inf
-    token = logits.argmax(-1)
+    token, normaliser = peaks(logits)
     if how.plain is not None:
         token[how.plain.slot] = _draw_plain(logits[how.plain.slot], how.plain)
     if how.cut is not None:
         token[how.cut.slot] = _draw_cut(logits[how.cut.slot], how.cut)
-    return Chosen(token, logits, logits.logsumexp(-1))
+    return Chosen(token, logits, normaliser)
 
 
 def _edit(logits: Tensor, edits: Edits) -> None:

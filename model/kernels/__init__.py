@@ -2,9 +2,10 @@
 
     build.py            compiles the sources beside it, once a machine, and loads them through ctypes
     paged_attention.py  attention over a paged cache, float32, float64 and bfloat16
+    peaks.py            the most likely token of each row of logits, and its normaliser
     fused.py            FusedForward: ids to logits for Llama-shaped models, weights in float32, bfloat16 or int8
 
-    simd.h -> tile.h -> gemm.h -> attention.h -> forward.h -> kernels.cpp; team.h holds the threads
+    simd.h -> peaks.h, tile.h -> gemm.h -> attention.h -> forward.h -> kernels.cpp; team.h holds the threads
 
 Why: SmolLM2-135M's forward is some 1800 small operators, and at one token PyTorch spends 34 ms on calling them.
 Everything here is optional: where no compiler is found the callers get None and stay on PyTorch.

@@ -14,7 +14,8 @@
 
 namespace blockcast {
 
-constexpr int UNIT_TOKENS = 16;
+constexpr int UNIT_TOKENS = 16;     // at most
+constexpr int UNIT_TOKENS_MIN = 4;  // where smaller units share the work evenly, down to this
 
 struct Piece {  // as in the pieces tensor, int64 [P, 6]
   int64_t offset, count, position, visible, span, page_begin;
@@ -45,9 +46,24 @@ inline int64_t visible_begin(int64_t position, int64_t window) {
   return window < 0 ? 0 : std::max<int64_t>(0, position - window + 1);
 }
 
+// Tokens of a unit: fewer where there is too little work to share it evenly between the threads otherwise.
+inline int64_t unit_tokens(const Layout& layout, int key_heads, int threads) {
+  int64_t size = UNIT_TOKENS;
+  for (; size > UNIT_TOKENS_MIN; size /= 2) {
+    int64_t items = 0;
+    for (int64_t i = 0; i < layout.piece_count; ++i) {
+      const int64_t count = reinterpret_cast<const Piece*>(layout.pieces)[i].count;
+      items += (count + size - 1) / size * key_heads;
+    }
+    if (threads < 2 || items % threads == 0 || items > 4 * threads) break;
+  }
+  return size;
+}
+
 // Cuts the pieces into units; false where a piece or a page lies outside its tensor.
-inline bool make_units(const Layout& layout, std::vector<Unit>& units) {
+inline bool make_units(const Layout& layout, int key_heads, int threads, std::vector<Unit>& units) {
   units.clear();
+  const int64_t size = unit_tokens(layout, key_heads, threads);
   for (int64_t i = 0; i < layout.piece_count; ++i) {
     const Piece& piece = reinterpret_cast<const Piece*>(layout.pieces)[i];
     if (piece.offset < 0 || piece.count < 1 || piece.offset + piece.count > layout.tokens) return false;
@@ -59,8 +75,8 @@ inline bool make_units(const Layout& layout, std::vector<Unit>& units) {
     for (int64_t p = 0; p < used; ++p) {
       if (pages[p] < 0 || (pages[p] + 1) * layout.page_size > layout.slots) return false;
     }
-    for (int64_t t = 0; t < piece.count; t += UNIT_TOKENS) {
-      const int64_t count = std::min<int64_t>(UNIT_TOKENS, piece.count - t);
+    for (int64_t t = 0; t < piece.count; t += size) {
+      const int64_t count = std::min(size, piece.count - t);
       units.push_back({piece.offset + t, count, piece.position + t, piece.visible, piece.span, pages});
     }
   }

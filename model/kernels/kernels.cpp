@@ -2,6 +2,7 @@
 //
 // Functions that can fail return a status: 0 fine, 1 an index lies outside its tensor, 2 out of memory.
 #include "forward.h"
+#include "peaks.h"
 
 using namespace blockcast;
 
@@ -17,7 +18,7 @@ template <class Format, class Element>
 int paged_attention(const Element* query, const Element* keys, const Element* values, Element* out,
                     const Layout& layout, const Heads& heads, double scale, int64_t window, int threads) {
   std::vector<Unit> units;
-  if (!make_units(layout, units)) return OUT_OF_RANGE;
+  if (!make_units(layout, heads.key, threads, units)) return OUT_OF_RANGE;
   const int64_t stride = int64_t(heads.query) * heads.width;
   Team::run(threads, [&](Team& team) {
     Workspace<Format> work(UNIT_TOKENS * heads.group(), heads.width);
@@ -87,6 +88,11 @@ int blockcast_paged_attention(int dtype, const void* query, const void* keys, co
   });
 }
 
+// token [rows] and normaliser [rows] of logits [rows, width], float32.
+void blockcast_peaks(const float* logits, int64_t rows, int64_t width, int64_t* token, float* normaliser, int threads) {
+  peaks(logits, rows, width, token, normaliser, threads);
+}
+
 // A model without layers. Null: out of memory.
 void* blockcast_model_new(const Shape* shape) {
   auto* m = new (std::nothrow) Model();
@@ -123,7 +129,8 @@ int blockcast_forward(void* model, const Call* call) {
     auto* m = static_cast<Model*>(model);
     const Layout& layout = call->layout;
     const std::lock_guard<std::mutex> held(m->lock);
-    if (!make_units(layout, m->units) || !all_within(call->ids, layout.tokens, m->shape.vocab) ||
+    if (!make_units(layout, m->shape.key_heads, call->threads, m->units) ||
+        !all_within(call->ids, layout.tokens, m->shape.vocab) ||
         !all_within(layout.where, layout.tokens, layout.slots) || !all_within(call->read, call->reads, layout.tokens)) {
       return OUT_OF_RANGE;
     }

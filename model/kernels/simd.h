@@ -115,6 +115,10 @@ using LaneOf = std::decay_t<decltype(V{}[0])>;
 
 template <class V, class Real = LaneOf<V>>
 inline Real sum_lanes(V v) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Real, float>) return _mm512_reduce_add_ps(__m512(v));
+  if constexpr (std::is_same_v<Real, int32_t>) return _mm512_reduce_add_epi32(__m512i(v));
+#endif
   Real lanes[LANES_OF<Real>];
   store(lanes, v);
   for (int half = LANES_OF<Real> / 2; half; half /= 2) {

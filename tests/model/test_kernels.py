@@ -29,6 +29,7 @@ from transformers import (
 from model.kernels import build
 from model.kernels.fused import FORMATS, FusedForward
 from model.kernels.paged_attention import available, paged_attention, write_kv
+from model.kernels.peaks import peaks
 
 needs_kernels = pytest.mark.skipif(not available(), reason="the C++ kernels do not compile here")
 pytestmark = needs_kernels
@@ -450,3 +451,30 @@ def test_without_avx512_the_kernels_compute_the_same_within_rounding(monkeypatch
         native = Rows(make_fused(model, weights), ids).forward([(0, 0, 40)])
         portable = Rows(FusedForward(library, model, weights), ids).forward([(0, 0, 40)])
         assert relative_error(portable, native) <= tolerance
+
+
+# ------------------------------------------------------------------------------------------------- peaks
+@pytest.mark.parametrize("width", [1, 15, 16, 267, 49_152])
+def test_peaks_are_argmax_and_logsumexp(width: int) -> None:
+    logits = 5 * torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    logits[3] = logits[3].round()  # ties: the first wins
+    token, normaliser = peaks(logits)
+    assert torch.equal(token, logits.argmax(-1))
+    assert torch.allclose(normaliser, logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
+    for count in (1, 2, 5):
+        assert torch.equal(peaks(logits[:count])[1], normaliser[:count]), "a row does not depend on the others"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 17, 99])
+def test_a_row_that_is_not_finite_is_seen_and_leaves_the_others_alone(bad: float, place: int) -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    expected = peaks(logits)[1]
+    logits[1, place] = bad
+    token, normaliser = peaks(logits)
+    assert not normaliser[1].isfinite() and 0 <= token[1] < 100
+    assert torch.equal(normaliser[[0, 2]], expected[[0, 2]])
+    banned = torch.full((1, 100), -torch.inf)
+    assert not peaks(banned)[1].isfinite()
+    banned[0, 5] = 1.0
+    assert peaks(banned)[0].item() == 5 and peaks(banned)[1].item() == 1.0

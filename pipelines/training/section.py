@@ -12,7 +12,7 @@ from pipelines.jobkit import NOT_IDENTITY, Section
 class TrainSection(Section):
     """How the model is trained. The defaults are the demo's: a small model on a machine without GPU."""
 
-    steps: int = Field(70, ge=1, description="optimizer steps")
+    steps: int = Field(60, ge=1, description="optimizer steps")
     rows_per_step: int = Field(6, ge=1, description="packed rows in a step, over all workers and all accumulation")
     micro_rows: int = Field(6, ge=1, description="packed rows in one forward of one worker; bounds memory")
     workers: int | Literal["auto"] = Field(

@@ -317,3 +317,20 @@ def test_results_come_in_order_and_are_told_as_they_finish() -> None:
     stats = engine.stats()
     assert stats.forwards["denoise"] == sum(r.forwards["denoise"] for r in results)
     assert stats.committed_tokens > 0 and stats.round_s > 0
+
+
+@pytest.mark.parametrize("visit", [2, 5])
+def test_several_rounds_a_visit_change_no_answer_and_let_an_abort_in_at_the_next_visit(
+    sharp_backbone: Backbone, visit: int
+) -> None:
+    requests = [make_request(str(i), prompt_of(9 + i), 20 + i, seed=i, temperature=0.8) for i in range(5)]
+    expected = {r.id: r.token_ids for r in generate_all(Engine(sharp_backbone, EngineConfig(max_rows=2)), requests)}
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=2, rounds_per_visit=visit))
+    assert {r.id: r.token_ids for r in generate_all(engine, requests)} == expected
+    engine.submit(make_request("leaves", prompt_of(5), 200, threshold=1.0), lambda event: None)
+    rounds = engine.stats().rounds
+    engine.step()
+    assert engine.stats().rounds == rounds + visit
+    engine.abort("leaves")
+    engine.step()
+    assert (engine.stats().rounds, engine.stats().pages_used) == (rounds + visit, 0)

@@ -307,6 +307,7 @@ def test_another_policy_than_the_server_s_leaves_the_server_s_parameter_behind()
         ({"threshold": 0}, "diffusion.threshold"),
         ({"threshold": 1.1}, "diffusion.threshold"),
         ({"steps": 3}, "diffusion.steps"),
+        ({"steps": 10**400}, "diffusion.steps"),
         ({"policy": "static", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "sequential", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "treshold"}, "diffusion.policy"),

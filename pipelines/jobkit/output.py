@@ -351,6 +351,14 @@ class OutputFile(Output):
             raise UserError(f"--output {self.target} must be a local path for {self.job}.")
         return Path(self.partial)
 
+    def forget_if_empty(self) -> None:
+        """For bad input: `forget`, and the partial file too, unless there is something in it."""
+        if self.filesystem.exists(self.partial):
+            if self.filesystem.size(self.partial):
+                return
+            self.filesystem.rm_file(self.partial)
+        self.forget()
+
     def publish(self, content: bytes | None = None) -> None:
         """Give the file its name: from `content`, or from what lies in the partial file."""
         self.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +237,18 @@ def test_bad_usage_is_one_sentence(tiny_model: Path, tiny_adapted_model: Path, t
         with pytest.raises(UserError, match=match):
             generate(model, file, output, *words)
         assert not output.exists()
+
+
+def test_a_model_that_does_not_load_leaves_nothing_and_may_be_mended(tiny_adapted_model: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", PROMPTS[:1])
+    model, output = tmp_path / "model", tmp_path / "out" / "a.jsonl"
+    shutil.copytree(tiny_adapted_model, model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no safetensors weights"):
+        generate(model, prompts, output)
+    assert not list(output.parent.iterdir())
+    shutil.copy(tiny_adapted_model / "model.safetensors", model)
+    assert len(answers(model, prompts, output)) == 1
 
 
 def test_an_unadapted_model_answers_in_ar_mode(tiny_model: Path, tmp_path: Path) -> None:

@@ -87,6 +87,12 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
     assert error.param == "temprature" and "'temperature'" in str(error)
 
 
+@pytest.mark.parametrize("fields", [{"\ud800": 1}, {"diffusion": {"\ud800": 1}}, {"temperature": "\ud800"}])
+def test_a_refusal_is_text_even_where_what_it_quotes_is_none(fields: dict[str, Any]) -> None:
+    error = refusal({**CHAT, **fields})
+    assert "\\ud800" in str(error) and (str(error) + str(error.param)).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

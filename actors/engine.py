@@ -34,6 +34,7 @@ from model.decoding import (
     Turn,
 )
 from model.errors import JobError, UserError
+from model.sources import first_line
 
 logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5
@@ -402,9 +403,9 @@ class Engine:
     def _forward(self, turns: list[Turn]) -> list[Outcome]:
         try:
             return self.decoder.step(turns)
-        except RuntimeError as error:  # out of memory and the like: these rows' caches are undefined now
+        except (RuntimeError, MemoryError) as error:  # these rows' caches are undefined now
             logger.exception("a forward over %d rows failed", len(turns))
-            message = f"The forward failed: {str(error).splitlines()[0]}"
+            message = f"The forward failed: {first_line(error)}"
             return [Outcome(turn.row, turn.row.phase, error=message) for turn in turns]
 
     def _publish(self, outcome: Outcome) -> None:

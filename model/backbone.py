@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -96,6 +97,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return tokenizer
+    except StrictDataclassError as error:
+        raise _bad_value(folder / "config.json", error) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no tokenizer could be loaded ({first_line(error)})") from error
 
@@ -115,10 +118,16 @@ def read_config(
         return _published_config(values, tokenizer, folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise _bad_value(path, error) from error
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} describes no model that transformers knows: {first_line(error)}") from error
     block_diffusion = values.get(CONFIG_KEY)
     return config, None if block_diffusion is None else BlockDiffusionConfig.from_dict(block_diffusion)
+
+
+def _bad_value(path: Path, error: StrictDataclassError) -> UserError:
+    return UserError(f"{path} holds a value that transformers refuses: {' '.join(str(error).split())}")
 
 
 def _published_config(

@@ -76,7 +76,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     inputs = {"the file of --prompts": hash_file(prompts), "--model": revision}
     with OutputFile(str(config.output), job="generate", config=config, inputs=inputs) as output:
         if output.finished is None:
-            figures = _answer(config, settings, output, prompts, ids)
+            figures = _answer_or_forget(config, settings, output, prompts, ids)
             output.finish(figures)
             print(f"generate: {config.output}: {figures['answers']} answers", flush=True)
         else:
@@ -125,6 +125,17 @@ def _settings(config: GenerateConfig) -> tuple[AnswerSettings, str]:
         weights=config.engine.weights,
     )
     return settings, revision_of(folder)
+
+
+def _answer_or_forget(
+    config: GenerateConfig, settings: AnswerSettings, output: OutputFile, prompts: str, ids: list[str]
+) -> dict[str, Any]:
+    """Bad input found before the first answer leaves nothing to go on with: another model may follow."""
+    try:
+        return _answer(config, settings, output, prompts, ids)
+    except UserError:
+        output.forget_if_empty()
+        raise
 
 
 def _answer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ def read_prompts(source: str) -> Iterator[Prompt]:
         raise UserError(f"--prompts {source}: there is no such file.") from error
     except IsADirectoryError as error:
         raise UserError(f"--prompts {source} is a folder: give a JSONL file.") from error
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"--prompts {source} cannot be read: {error}") from error
 
 

@@ -15,6 +15,8 @@ from model.decoding.policies import POLICIES, Policy, RevealInputs
 from model.decoding.requests import TokenLogprob
 from model.decoding.sampling import Chosen, Draws, SlotSampling, choose
 
+NO_CUT = 2**31  # beyond every vocabulary; a request's top_k may be any whole number
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -72,7 +74,7 @@ def _draws(turns: Sequence[Turn], slots: Slots, drawing: list[int], device: torc
         slot=tensor(slot),
         temperature=tensor([float(s.temperature) for s in asked]),
         top_p=tensor([float(s.top_p) for s in asked]),
-        top_k=tensor([s.top_k for s in asked]),
+        top_k=tensor([min(s.top_k, NO_CUT) for s in asked]),
         min_p=tensor([float(s.min_p) for s in asked]),
         seed=tensor([s.seed for s in asked]),
         position=tensor(slots.position[slot]),

@@ -241,7 +241,7 @@ class Row:
 
     def _steps_left(self, candidates: np.ndarray, taken: int) -> int:
         """Steps that the `static` policy's budget still grants the candidates' sub-block, this one included."""
-        steps = self.request.decode.steps or self.block_size
+        steps = min(self.request.decode.steps or self.block_size, self.block_size)  # more are one slot a step as well
         index = int(candidates[0]) % self.block_size // self.sub_block_size
         granted = steps_of_sub_block(steps, index, self.block_size // self.sub_block_size)
         return max(1, granted - taken)

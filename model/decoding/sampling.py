@@ -21,6 +21,7 @@ from model.kernels.peaks import peaks
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 and the two multipliers of splitmix64, as signed 64-bit numbers
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
+PENALTIES = (1e-25, 1e25)  # no logit times or over one of these overflows float32; beyond them nothing changes any more
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ def choose(logits: Tensor, how: SlotSampling) -> Chosen:
 
 def _edit(logits: Tensor, edits: Edits) -> None:
     value = logits[edits.slot, edits.token]
-    repetition, shift = edits.repetition.to(value.dtype), edits.shift.to(value.dtype)
+    repetition = edits.repetition.clamp(*PENALTIES).to(value.dtype)
+    shift = edits.shift.to(value.dtype)
     logits[edits.slot, edits.token] = torch.where(value > 0, value / repetition, value * repetition) + shift
 
 

@@ -47,8 +47,11 @@ class BuildError(Exception):
 def load_library(architecture: str) -> ctypes.CDLL:
     """The library compiled with `architecture` (-march=...), from the cache or made now. Raises BuildError."""
     path = cache_folder() / "kernels" / f"{fingerprint(architecture)}.so"
-    if not path.is_file():
-        _compile(architecture, path)
+    try:
+        if not _is_whole(path):
+            _compile(architecture, path)
+    except OSError as error:
+        raise BuildError(f"The decoding kernels cannot be compiled into {path.parent} ({error.strerror})") from error
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -74,6 +77,11 @@ def _processor() -> str:
     return flags[0] if flags else platform.processor()
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there to its last byte: loading one that a crash cut short would end the process."""
+    return path.is_file() and path.read_bytes().endswith(path.stem.encode())
+
+
 def _compile(architecture: str, target: Path) -> None:
     compiler = _compiler()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +90,10 @@ def _compile(architecture: str, target: Path) -> None:
         command = [compiler, *FLAGS, architecture, str(SOURCES / "kernels.cpp"), "-o", str(part)]
         log.info("Compiling the decoding kernels, once for this machine (some 15 seconds).")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        if done.returncode or not part.is_file():
             raise BuildError(f"The decoding kernels do not compile with {compiler} ({_first_error(done.stderr)})")
+        with part.open("ab") as file:
+            file.write(target.stem.encode())  # behind the library's last section, for `_is_whole`
         os.replace(part, target)
 
 

@@ -10,7 +10,6 @@ defect of the project and keeps its traceback.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -24,12 +23,12 @@ from model.errors import JobError, UserError
 from pipelines.jobkit.cluster import cause_of
 from pipelines.jobkit.help import help_text
 from pipelines.jobkit.identity import config_hash
+from pipelines.jobkit.output import DISK_FULL
 from pipelines.jobkit.resolve import Settings, build, settings_of_file, settings_of_words, settle_places
 from pipelines.jobkit.sections import JobConfig
 from pipelines.jobkit.signals import Terminated, install_signals
 
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass

@@ -14,6 +14,7 @@ it; a store without renames copies first and removes the source last, so `has` t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -31,6 +32,8 @@ from pydantic import BaseModel
 from model.errors import JobError, UserError
 from pipelines.jobkit.identity import changed_keys, git_revision, hash_of, identity_of, package_versions
 from pipelines.jobkit.lock import Lock, write_whole
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Output:
@@ -96,8 +99,11 @@ class Output:
                 raise PermissionError
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"--output {self.target} is not a folder: name another place.") from None
-        except PermissionError:
-            raise UserError(f"--output {self.target} cannot be written: permission denied.") from None
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise
+            why = (error.strerror or "permission denied").lower()
+            raise UserError(f"--output {self.target} cannot be written: {why}.") from None
 
     def _begin(self) -> None:
         """Continue an earlier run of the same configuration and inputs, or start; refuse anything else."""
@@ -350,6 +356,14 @@ class OutputFile(Output):
         if not self.local:
             raise UserError(f"--output {self.target} must be a local path for {self.job}.")
         return Path(self.partial)
+
+    def forget_if_empty(self) -> None:
+        """For bad input: `forget`, and the partial file too, unless there is something in it."""
+        if self.filesystem.exists(self.partial):
+            if self.filesystem.size(self.partial):
+                return
+            self.filesystem.rm_file(self.partial)
+        self.forget()
 
     def publish(self, content: bytes | None = None) -> None:
         """Give the file its name: from `content`, or from what lies in the partial file."""

@@ -249,7 +249,16 @@ def test_bad_logits_fail_their_request_and_no_other(tmp_path: object, sharp_back
     assert generate_all(engine, [again])[0].token_ids == expected.token_ids, "the slots are as good as new"
 
 
-def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("no memory left for 3 GiB\nand details"), "no memory left for 3 GiB"),
+        (MemoryError(), "MemoryError"),  # of NumPy and of the kernels
+    ],
+)
+def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
     backbone = scripted_backbone(script)
     engine = Engine(backbone)
     listener = Listener(engine)
@@ -257,12 +266,12 @@ def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on(monkeypatch
     with monkeypatch.context() as patched:
 
         def out_of_memory(*_: object, **__: object) -> None:
-            raise torch.OutOfMemoryError("no memory left for 3 GiB\nand details")
+            raise error
 
         patched.setattr(backbone.model, "forward", out_of_memory)
         engine.step()
     failed = listener.events["unlucky"][-1]
-    assert isinstance(failed, Failed) and failed.message == "The forward failed: no memory left for 3 GiB"
+    assert isinstance(failed, Failed) and failed.message == f"The forward failed: {message}"
     assert engine.stats().pages_used == 0
     assert generate_all(engine, [make_request("lucky", prompt_of(5), 20)])[0].completion_tokens == 20
 

@@ -87,6 +87,12 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
     assert error.param == "temprature" and "'temperature'" in str(error)
 
 
+@pytest.mark.parametrize("fields", [{"\ud800": 1}, {"diffusion": {"\ud800": 1}}, {"temperature": "\ud800"}])
+def test_a_refusal_is_text_even_where_what_it_quotes_is_none(fields: dict[str, Any]) -> None:
+    error = refusal({**CHAT, **fields})
+    assert "\\ud800" in str(error) and (str(error) + str(error.param)).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -307,6 +313,7 @@ def test_another_policy_than_the_server_s_leaves_the_server_s_parameter_behind()
         ({"threshold": 0}, "diffusion.threshold"),
         ({"threshold": 1.1}, "diffusion.threshold"),
         ({"steps": 3}, "diffusion.steps"),
+        ({"steps": 10**400}, "diffusion.steps"),
         ({"policy": "static", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "sequential", "threshold": 0.5}, "diffusion.threshold"),
         ({"policy": "treshold"}, "diffusion.policy"),

@@ -95,6 +95,13 @@ def test_a_wrong_shape_is_named(copy: Path) -> None:
         load_backbone(copy)
 
 
+@pytest.mark.parametrize("values", [{"num_hidden_layers": "two"}, {"num_attention_heads": 3}])
+def test_a_value_that_the_architecture_does_not_take_is_refused(copy: Path, values: Any) -> None:
+    edit_config(copy, **values)
+    with pytest.raises(UserError, match=rf"config\.json holds a value.*{next(iter(values)).split('_')[-1]}"):
+        load_backbone(copy)
+
+
 def test_a_damaged_weight_file_is_refused(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(UserError, match=r"safetensors file is damaged|could not be loaded"):

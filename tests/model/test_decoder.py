@@ -440,6 +440,22 @@ def test_budgets_of_one_token_and_less(sharp_backbone: Backbone) -> None:
         assert result.completion_tokens == 1 and result.finish_reason == "length"
 
 
+@pytest.mark.parametrize("huge", [2**63, 2 * (2**63 - 1), 10**30, 10**400])
+@pytest.mark.parametrize("policy", ["static", "dimple", "prophet", "budgeted"])
+def test_more_steps_than_slots_are_one_a_token_however_many(sharp_backbone: Backbone, policy: str, huge: int) -> None:
+    one_a_token = make_request("r", prompt_of(5), 20, policy=policy, steps=BLOCK)
+    result = answer(sharp_backbone, replace(one_a_token, decode=replace(one_a_token.decode, steps=huge)))
+    expected = answer(sharp_backbone, one_a_token)
+    assert (result.token_ids, result.steps_per_block) == (expected.token_ids, expected.steps_per_block)
+
+
+@pytest.mark.parametrize("huge", [2**63 - 1, 2**63, 10**400])
+def test_a_top_k_beyond_the_vocabulary_cuts_nothing_however_large(sharp_backbone: Backbone, huge: int) -> None:
+    request = make_request("r", prompt_of(5), 20, temperature=1.0, seed=3, top_k=1000)
+    raised = replace(request, sampling=replace(request.sampling, top_k=huge))
+    assert answer(sharp_backbone, raised).token_ids == answer(sharp_backbone, request).token_ids
+
+
 def test_a_vocabulary_of_stops_gives_one_token_and_no_text(sharp_backbone: Backbone) -> None:
     for kind in ({}, {"mode": "ar"}):
         result = answer(sharp_backbone, make_request("r", prompt_of(9), 20, stop=range(VOCAB_SIZE), **kind))

@@ -175,3 +175,12 @@ def test_a_bias_outside_the_vocabulary_is_refused_before_it_runs(sharp_backbone:
     for token in (267, -1):
         with pytest.raises(UserError, match=f"logit_bias names the token id {token}, outside the vocabulary of 267"):
             answer(sharp_backbone, make_request("r", (11,), 5, logit_bias=((token, 1.0),)))
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 1e38, 1.7e308])
+def test_no_penalty_is_so_extreme_that_an_answer_fails(sharp_backbone: Backbone, penalty: float) -> None:
+    for fields in ({}, {"temperature": 1.0}, {"mode": "ar"}, {"policy": "entropy"}):
+        request = make_request("r", prompt_of(13), 20, repetition_penalty=penalty, logprobs=2, **fields)
+        result = answer(sharp_backbone, request)
+        assert len(result.token_ids) == 20 and result.logprobs is not None
+        assert all(np.isfinite(one.logprob) for one in result.logprobs)

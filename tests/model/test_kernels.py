@@ -7,6 +7,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -439,6 +440,44 @@ def test_without_a_compiler_there_is_one_warning_and_no_kernel(
         assert caplog.text.count("no-such-compiler") == 1 and "stays on PyTorch" in caplog.text
     finally:
         build.load_kernels.cache_clear()
+
+
+def stub_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of our own, and a compiler that takes no time: it writes a library that holds next to nothing."""
+    script = folder / "compiler"
+    source = 'extern "C" void* blockcast_model_new() { return nullptr; }'
+    script.write_text(f"#!/bin/sh\nfor o; do :; done\necho '{source}' | g++ -shared -fPIC -x c++ - -o $o\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("BLOCKCAST_CACHE", str(folder))
+    monkeypatch.setenv("CXX", str(script))
+
+
+@pytest.mark.parametrize("left", [0, 100, 4096, -1])
+def test_a_library_that_was_cut_short_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int
+) -> None:
+    stub_compiler(tmp_path, monkeypatch)
+    build.load_library(build.NATIVE)
+    (path,) = (tmp_path / "kernels").glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # the loaded one stays whole
+    path.write_bytes(whole[:left])
+    build.load_library(build.NATIVE)
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_and_a_compiler_that_writes_nothing_leave_decoding_on_pytorch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub_compiler(tmp_path, monkeypatch)
+    (tmp_path / "file").write_text("in the way")
+    for name, value in (("BLOCKCAST_CACHE", str(tmp_path / "file")), ("CXX", "true")):
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setenv(name, value)
+            build.load_kernels.cache_clear()
+            assert build.load_kernels() is None and build.load_kernels() is None
+            build.load_kernels.cache_clear()
+    assert caplog.text.count("stays on PyTorch") == 2
 
 
 @pytest.mark.slow

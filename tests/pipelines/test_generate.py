@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +113,7 @@ def test_prompts_that_cannot_run_say_so_and_the_others_go_on(
     bad = [
         "{not json",
         "[1, 2]",
+        '{"id": "half", "prompt": "a", "\\ud800": 1}',
         {"id": "empty"},
         {"id": "both", "prompt": "a", "messages": []},
         {"id": "long", "prompt": "a" * 600},
@@ -121,12 +124,13 @@ def test_prompts_that_cannot_run_say_so_and_the_others_go_on(
         {"id": {"a": 1}, "prompt": "a"},
     ]
     prompts = write(tmp_path / "p.jsonl", [*bad, "", PROMPTS[0]])
-    with pytest.raises(JobError, match="10 of 11 prompts"):
+    with pytest.raises(JobError, match="11 of 12 prompts"):
         generate(tiny_adapted_model, prompts, tmp_path / "a.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["id"] for line in lines] == [
         "0",
         "1",
+        "half",
         "empty",
         "both",
         "long",
@@ -134,11 +138,11 @@ def test_prompts_that_cannot_run_say_so_and_the_others_go_on(
         "typo",
         "none",
         "7",
-        "9",
+        "10",
         "chat",
     ]
     assert all(set(line) == {"id", "error"} and "\n" not in line["error"] for line in lines[:-1])
-    assert "max_tokens" in lines[6]["error"]
+    assert "max_tokens" in lines[7]["error"]
     assert lines[-1] == first[0]
 
 
@@ -236,6 +240,25 @@ def test_bad_usage_is_one_sentence(tiny_model: Path, tiny_adapted_model: Path, t
         with pytest.raises(UserError, match=match):
             generate(model, file, output, *words)
         assert not output.exists()
+
+
+def test_a_compressed_file_that_breaks_off_is_one_sentence(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl.gz"
+    prompts.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 1000)[:40])
+    with pytest.raises(UserError, match="cannot be read: Compressed file ended"):
+        prompt_ids(str(prompts))
+
+
+def test_a_model_that_does_not_load_leaves_nothing_and_may_be_mended(tiny_adapted_model: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", PROMPTS[:1])
+    model, output = tmp_path / "model", tmp_path / "out" / "a.jsonl"
+    shutil.copytree(tiny_adapted_model, model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no safetensors weights"):
+        generate(model, prompts, output)
+    assert not list(output.parent.iterdir())
+    shutil.copy(tiny_adapted_model / "model.safetensors", model)
+    assert len(answers(model, prompts, output)) == 1
 
 
 def test_an_unadapted_model_answers_in_ar_mode(tiny_model: Path, tmp_path: Path) -> None:

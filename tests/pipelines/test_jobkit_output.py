@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -218,6 +219,19 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
             pytest.fail("the output was opened")
     with pytest.raises(UserError, match="cannot be opened"):
         folder_output("nosuchscheme://x")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_an_output_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    output = folder_output(tmp_path / "run")
+    monkeypatch.setattr(output.filesystem, "makedirs", refuse)
+    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number).lower()}"), output:
+        pytest.fail("the output was opened")
 
 
 def test_a_job_that_forgets_to_finish_is_a_defect_and_is_said(tmp_path: Path) -> None:

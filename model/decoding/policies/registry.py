@@ -102,7 +102,7 @@ def check_policy(decode: DecodeConfig) -> None:
     for name in PARAMETERS:
         value = decode.parameter(name)
         if value is not None and name not in chosen.parameters:
-            raise UserError(f"{name} {value:g} has no effect with policy {chosen.name!r}: leave it out.")
+            raise UserError(f"{name} {value} has no effect with policy {chosen.name!r}: leave it out.")
         if value is not None and value > chosen.at_most.get(name, value):
             raise UserError(
                 f"{name} must be at most {chosen.at_most[name]:g} with policy {chosen.name!r}, not {value:g}."

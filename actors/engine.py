@@ -200,6 +200,8 @@ class Engine:
                 raise JobError("The engine has stopped: it takes no more requests.")
             if request.id in self._requests:
                 raise UserError(f"request id {request.id!r} is in use: ids of unfinished requests must differ.")
+            if request.follows not in self._requests:  # only who came before: else two could wait for each other
+                request = replace(request, follows=None)
             self._requests[request.id] = (request, listener)
             self._arrivals.append(request.id)
             self._lock.notify_all()

@@ -146,6 +146,7 @@ def _logprobs(turns: Sequence[Turn], slots: Slots, chosen: Chosen) -> dict[int, 
 
 def _token_logprob(line: list[float], n: int) -> TokenLogprob:
     """From [logprob, tokens..., their logprobs...]; a banned token has no logarithm and is left out."""
-    width = len(line) // 2
+    width = len(line) // 2  # n may exceed it where the vocabulary is smaller than what was asked
+    n = min(n, width)
     top = zip(map(int, line[1 : 1 + n]), line[1 + width : 1 + width + n], strict=True)
     return TokenLogprob(line[0], tuple((token, value) for token, value in top if value > float("-inf")))

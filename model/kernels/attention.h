@@ -46,6 +46,7 @@ inline int64_t visible_begin(int64_t position, int64_t window) {
   return window < 0 ? 0 : std::max<int64_t>(0, position - window + 1);
 }
 
+<<<<<<< HEAD
 // Tokens of a unit: fewer where there is too little work to share it evenly between the threads otherwise.
 inline int64_t unit_tokens(const Layout& layout, int key_heads, int threads) {
   int64_t size = UNIT_TOKENS;
@@ -59,6 +60,9 @@ inline int64_t unit_tokens(const Layout& layout, int key_heads, int threads) {
   }
   return size;
 }
+=======
+constexpr int64_t FAR = int64_t(1) << 40;  // no position or span reaches it, so their sums cannot overflow
+>>>>>>> attack
 
 // Cuts the pieces into units; false where a piece or a page lies outside its tensor.
 inline bool make_units(const Layout& layout, int key_heads, int threads, std::vector<Unit>& units) {
@@ -66,14 +70,17 @@ inline bool make_units(const Layout& layout, int key_heads, int threads, std::ve
   const int64_t size = unit_tokens(layout, key_heads, threads);
   for (int64_t i = 0; i < layout.piece_count; ++i) {
     const Piece& piece = reinterpret_cast<const Piece*>(layout.pieces)[i];
-    if (piece.offset < 0 || piece.count < 1 || piece.offset + piece.count > layout.tokens) return false;
-    if (piece.position < 0 || piece.span < 1 || piece.visible < 1) return false;
+    if (piece.offset < 0 || piece.count < 1 || piece.offset > layout.tokens - piece.count) return false;
+    if (piece.position < 0 || piece.position > FAR || piece.span < 1 || piece.span > FAR || piece.visible < 1) {
+      return false;
+    }
+    if (piece.page_begin < 0 || piece.page_begin > layout.page_count) return false;
     const int64_t* pages = layout.page_table + piece.page_begin;
     const Unit whole{piece.offset, piece.count, piece.position, piece.visible, piece.span, pages};
     const int64_t used = (visible_end(whole, piece.position + piece.count - 1) - 1) / layout.page_size + 1;
-    if (piece.page_begin < 0 || piece.page_begin + used > layout.page_count) return false;
+    if (used > layout.page_count - piece.page_begin) return false;
     for (int64_t p = 0; p < used; ++p) {
-      if (pages[p] < 0 || (pages[p] + 1) * layout.page_size > layout.slots) return false;
+      if (pages[p] < 0 || pages[p] >= layout.slots / layout.page_size) return false;
     }
     for (int64_t t = 0; t < piece.count; t += size) {
       const int64_t count = std::min(size, piece.count - t);

@@ -113,7 +113,7 @@ class FusedForward:
         for layer in model.model.layers:
             self._add_layer(layer_tensors(layer), sliding_window(model, layer))
         self._set_head(model)
-        self._bound: tuple[list[int], list[int]] | None = None
+        self._bound: tuple[object, ...] | None = None
         self._pointers: tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
 
     @property
@@ -189,10 +189,11 @@ class FusedForward:
     ) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
         """Addresses of the cache's layers; the tensors are checked when they are not those of the last call."""
         keys, values = [t.data_ptr() for t in key_cache], [t.data_ptr() for t in value_cache]
-        if self._pointers is None or self._bound != (keys, values):
+        bound = (keys, values, key_cache[0].shape, key_cache[0].dtype)
+        if self._pointers is None or self._bound != bound:
             self._check_cache([*key_cache, *value_cache])
             row = c_void_p * self._sizes.layers
-            self._bound, self._pointers = (keys, values), (row(*keys), row(*values))
+            self._bound, self._pointers = bound, (row(*keys), row(*values))
         return self._pointers
 
     def _check_cache(self, layers: Sequence[Tensor]) -> None:

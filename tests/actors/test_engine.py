@@ -276,6 +276,17 @@ def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on(
     assert generate_all(engine, [make_request("lucky", prompt_of(5), 20)])[0].completion_tokens == 20
 
 
+@pytest.mark.parametrize("follows", [{"a": "a"}, {"a": "b", "b": "a"}, {"a": "c", "b": "a", "c": "b"}])
+def test_who_follows_itself_in_the_end_does_not_wait_for_ever(follows: dict[str, str]) -> None:
+    engine = Engine(scripted_backbone(script))
+    listener = Listener(engine)
+    for name, leader in follows.items():
+        engine.submit(make_request(name, prompt_of(5), 9, follows=leader), listener)
+    engine.run_until_idle()
+    assert engine.stats().waiting == 0
+    assert all(isinstance(listener.events[name][-1], Finished) for name in follows)
+
+
 # ------------------------------------------------------------------------------------------------- its own thread
 def test_many_threads_may_submit_to_a_running_engine(sharp_backbone: Backbone) -> None:
     requests = [make_request(f"t{i}", prompt_of(3 + i), 10 + i) for i in range(12)]

@@ -146,6 +146,9 @@ def test_a_token_s_attention_depends_on_nothing_beside_it(dtype: torch.dtype, wi
     assert torch.equal(attend([[0, 90, 0, 90, 1, pages.begin[0]]])[:90], whole[:90])
 
 
+LAST = 2**63 - 1  # a sum with it wraps around to what looks small
+
+
 def test_indices_out_of_range_are_refused() -> None:
     pages = Pages([8])
     keys = torch.zeros(pages.slots, 1, 16)
@@ -156,9 +159,17 @@ def test_indices_out_of_range_are_refused() -> None:
         [0, 1, 11, 12, 1, 0],
         [-1, 1, 0, 1, 1, 0],
         [0, 1, 0, 1, 0, 0],
+        [LAST, 1, 0, 1, 1, 0],
+        [0, LAST, 0, 1, 1, 0],
+        [0, 1, LAST, 1, 1, 0],
+        [0, 1, 0, 1, LAST, 0],
+        [0, 1, 0, 1, 1, LAST],
     ):
         with pytest.raises(IndexError):
             paged_attention(query, keys, keys, torch.tensor([piece]), pages.table, PAGE, 1.0)
+    for page in (-1, LAST, 2**60):
+        with pytest.raises(IndexError):
+            paged_attention(query, keys, keys, torch.tensor([[0, 8, 0, 8, 1, 0]]), torch.tensor([page] * 2), PAGE, 1.0)
     with pytest.raises(ValueError, match="int64"):
         paged_attention(query, keys, keys, torch.zeros(1, 6), pages.table, PAGE, 1.0)
 
@@ -370,6 +381,14 @@ def test_ids_slots_and_shapes_out_of_range_are_refused() -> None:
     rows.keys[1] = rows.keys[1].double()
     with pytest.raises(ValueError, match="cache tensor"):
         rows.forward([(0, 0, 1)])
+
+
+def test_a_cache_of_another_shape_in_the_same_memory_is_refused() -> None:
+    rows = Rows(make_fused(make("llama"), "float32"), torch.tensor([[1, 2]]))
+    rows.forward([(0, 0, 1)])
+    rows.keys, rows.values = ([t.view(-1, 1, t.shape[2]) for t in side] for side in (rows.keys, rows.values))
+    with pytest.raises(ValueError, match="cache tensor"):
+        rows.forward([(0, 1, 1)])
 
 
 # ------------------------------------------------------------------------------------------------- refusals

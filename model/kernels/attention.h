@@ -46,7 +46,6 @@ inline int64_t visible_begin(int64_t position, int64_t window) {
   return window < 0 ? 0 : std::max<int64_t>(0, position - window + 1);
 }
 
-<<<<<<< HEAD
 // Tokens of a unit: fewer where there is too little work to share it evenly between the threads otherwise.
 inline int64_t unit_tokens(const Layout& layout, int key_heads, int threads) {
   int64_t size = UNIT_TOKENS;
@@ -60,9 +59,8 @@ inline int64_t unit_tokens(const Layout& layout, int key_heads, int threads) {
   }
   return size;
 }
-=======
+
 constexpr int64_t FAR = int64_t(1) << 40;  // no position or span reaches it, so their sums cannot overflow
->>>>>>> attack
 
 // Cuts the pieces into units; false where a piece or a page lies outside its tensor.
 inline bool make_units(const Layout& layout, int key_heads, int threads, std::vector<Unit>& units) {

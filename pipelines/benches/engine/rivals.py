@@ -157,7 +157,8 @@ def _measure(setting: Setting, worker: LlamaWorker, level: int, count: int, gguf
     lines = []
     for name, contestant in contestants.items():
         right = exact_match(contestant.answers, questions, setting.backbone) if setting.adapted else None
-        weights = f"GGUF {weight_format(gguf)}" if name in rivals else setting.config.dtype
+        ours = setting.config.dtype if setting.config.weights == "model" else setting.config.weights
+        weights = f"GGUF {weight_format(gguf)}" if name in rivals else ours
         lines.append({**line("rivals", level, name, contestants, times), "exact match": right, "weights": weights})
     ratios = {
         f"{ours} over {rival}, batch {level}": over(ours, rival, contestants, times)

@@ -83,4 +83,5 @@ def run_engine(config: EngineBenchConfig) -> Result:
             ratios |= found.ratios
         what = "adapted" if setting.adapted else "not adapted: how fast, not how good"
         note = f"{setting.name} ({what}), answers of at most {config.max_tokens} tokens, no prefix cache."
-        return Result("engine", machine(config.dtype), config.rounds, table, ratios, note)
+        form = config.dtype if config.weights == "model" else f"{config.dtype}, {config.weights} weights"
+        return Result("engine", machine(form), config.rounds, table, ratios, note)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from actors.card import model_card
-from actors.engine import Engine, EngineConfig, Event, Failed, Finished
+from actors.engine import Engine, EngineConfig
+from actors.events import Event, Failed, Finished
 from actors.protocol import derived_seed, generation_request
 from actors.responses import diffusion_figures
 from model.backbone import DTYPES, load_backbone

@@ -17,21 +17,32 @@ FORMS = {"ar": DecodeConfig(mode="ar"), "diffusion": DecodeConfig(policy="sequen
 def measure_costs(decoder: Decoder, rows: Sequence[int]) -> RoundCosts:
     """Seconds of a round for each number of rows, in both modes. Uses free pages and gives them back; publishes none.
 
-    Numbers of rows that do not fit the free pages are left out, but for the first.
+    Numbers of rows that do not fit the free pages are left out; one must fit (`rows_that_fit`).
     """
     costs: dict[str, dict[int, float]] = {name: {} for name in FORMS}
     for count in rows:
-        if costs["ar"] and 2 * count > decoder.cache.pool.available:
+        if count > rows_that_fit(decoder):
             break
         for name, decode in FORMS.items():
             costs[name][count] = _round_seconds(decoder, count, decode)
     return RoundCosts(**costs)
 
 
-def _round_seconds(decoder: Decoder, count: int, decode: DecodeConfig) -> float:
-    page = decoder.cache.page_size
+def rows_that_fit(decoder: Decoder) -> int:
+    """Rows of a measurement that find their pages now."""
+    prompt, room = _lengths(decoder)
+    return decoder.cache.pool.available // decoder.cache.pages_for(prompt + room + decoder.cache.page_size)
+
+
+def _lengths(decoder: Decoder) -> tuple[int, int]:
+    """Tokens of a row's prompt, a page and one more where they fit, and of its answer."""
     room = min(ROUNDS + 2, decoder.max_length - 1)
-    prompt = (next(iter(decoder.backbone.stop_token_ids), 0),) * min(page + 1, decoder.max_length - room)
+    return min(decoder.cache.page_size + 1, decoder.max_length - room), room
+
+
+def _round_seconds(decoder: Decoder, count: int, decode: DecodeConfig) -> float:
+    length, room = _lengths(decoder)
+    prompt = (next(iter(decoder.backbone.stop_token_ids), 0),) * length
     requests = [GenerationRequest(f"calibration {i}", prompt, room, decode=decode) for i in range(count)]
     members = [decoder.make_row(request) for request in requests]
     try:

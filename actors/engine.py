@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from actors.auto_mode import ModeChooser, calibration_rows
-from actors.calibration import measure_costs
+from actors.calibration import measure_costs, rows_that_fit
+from actors.events import Canvas, Delta, Event, Failed, Finished, Listener
 from actors.scheduler import Demand, Planner, Queue, plan_round
 from model.backbone import Backbone
 from model.decoding import (
@@ -28,9 +29,7 @@ from model.decoding import (
     GenerationResult,
     Outcome,
     Phase,
-    Reveal,
     Row,
-    TokenLogprob,
     Turn,
 )
 from model.errors import JobError, UserError
@@ -65,52 +64,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"engine.{name} must be at least 1, not {value!r}.")
-
-
-# ------------------------------------------------------------------------------------------------- events
-@dataclass(frozen=True)
-class Delta:
-    """Tokens that are final, and text that is: whole characters, never a part of a stop string.
-
-    logprobs: one for each of token_ids, None where the request did not ask.
-    """
-
-    id: str
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Canvas:
-    """For requests with `trace`: what one denoising step revealed, in the block that starts at `block_start`."""
-
-    id: str
-    block_start: int
-    reveals: tuple[Reveal, ...]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The last event of a request that ran to its end."""
-
-    result: GenerationResult
-
-    @property
-    def id(self) -> str:
-        return self.result.id
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The last event of a request that could not go on; `message` is one sentence."""
-
-    id: str
-    message: str
-
-
-Event = Delta | Canvas | Finished | Failed
-Listener = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -321,6 +274,8 @@ class Engine:
                 self._queue.join(self._arrivals.popleft())
             while self._aborts:
                 self._forget(self._aborts.popleft())
+        self._measure_when_asked()
+        with self._lock:
             for request_id in list(self._queue):
                 if self._waits_for_prompt(request_id):
                     continue
@@ -339,7 +294,10 @@ class Engine:
         """Start a waiting request if its first pages are there, with one page in reserve for every running row."""
         row = self._waiting_rows.get(request_id)
         if row is None:
-            row = self._waiting_rows[request_id] = self.decoder.make_row(self._in_one_mode(request_id))
+            request = self._in_one_mode(request_id)
+            if request is None:
+                return False
+            row = self._waiting_rows[request_id] = self.decoder.make_row(request)
         if self.decoder.cache.pool.available < self.decoder.pages_to_admit(row) + len(self._rows):
             return False
         self._queue.leave(request_id)
@@ -347,21 +305,26 @@ class Engine:
         self._rows[request_id] = self._waiting_rows.pop(request_id)
         return True
 
-    def _in_one_mode(self, request_id: str) -> GenerationRequest:
-        """The request, with "auto" settled for as many rows as will run beside it."""
+    def _in_one_mode(self, request_id: str) -> GenerationRequest | None:
+        """The request, with "auto" settled for as many rows as will run beside it; None: not before pages are free."""
         request = self._requests[request_id][0]
         if request.decode.mode != "auto":
             return request
         mode = "ar"
         if self.decoder.backbone.block_diffusion is not None:
+            if self._chooser is None:
+                return None
             busy = min(self.config.max_rows, len(self._rows) + len(self._queue))
-            mode = self._mode_chooser().choose(request.max_tokens, busy)
+            mode = self._chooser.choose(request.max_tokens, busy)
         return replace(request, decode=replace(request.decode, mode=mode))
 
-    def _mode_chooser(self) -> ModeChooser:
-        if self._chooser is None:
+    def _measure_when_asked(self) -> None:
+        """The first "auto" request has the engine time its rounds. Takes seconds: the lock is free, callers go on."""
+        if self._chooser is not None or self.decoder.backbone.block_diffusion is None:
+            return
+        asked = any(self._requests[request_id][0].decode.mode == "auto" for request_id in self._queue)
+        if asked and rows_that_fit(self.decoder):
             self._chooser = ModeChooser(measure_costs(self.decoder, calibration_rows(self.config.max_rows)))
-        return self._chooser
 
     def _schedule(self) -> list[Turn]:
         """The turns of the next round, oldest row first, with the pages they need."""

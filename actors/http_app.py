@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.access import Access
 from actors.card import ModelCard
-from actors.engine import Canvas, Delta, Event, Failed, Finished
+from actors.events import Canvas, Delta, Event, Failed, Finished
 from actors.fields import RequestError
 from actors.logprobs import Logprobs, LogprobWriter, Tokens
 from actors.protocol import Call, Kind, parse_call

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from actors.engine import Canvas
+from actors.events import Canvas
 from actors.protocol import Kind
 from model.decoding import GenerationResult
 

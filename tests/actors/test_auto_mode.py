@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from actors.auto_mode import PRIOR_TPF, ModeChooser, RoundCosts, calibration_rows, interpolate
 from actors.calibration import measure_costs
 from actors.engine import Engine, EngineConfig, generate_all
+from actors.events import Event, Finished
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder
 from tests.decoding import answer, make_request, prompt_of
@@ -87,3 +90,39 @@ def test_a_real_engine_measures_itself_when_it_is_first_asked(sharp_backbone: Ba
     plain = Engine(load_backbone(str(tiny_model)))
     (result,) = generate_all(plain, [make_request("r", (20, 21), 4, mode="auto")])
     assert result.mode == "ar", "a model that was not adapted has no choice"
+
+
+def test_an_auto_request_waits_for_the_pages_that_measuring_needs(sharp_backbone: Backbone) -> None:
+    """It comes while another row holds all pages but one: neither may suffer."""
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=4, max_length=96, pages=12))
+    ended: list[Event] = []
+    engine.submit(make_request("holds", prompt_of(82), 14), ended.append)
+    while engine.stats().pages_used < 11:
+        engine.step()
+    engine.submit(make_request("auto", prompt_of(3), 9, mode="auto"), ended.append)
+    engine.step()
+    assert engine._chooser is None and engine.stats().waiting == 1
+    engine.run_until_idle()
+    assert [event.id for event in ended if isinstance(event, Finished)] == ["holds", "auto"]
+    assert engine._chooser is not None
+
+
+def test_callers_may_submit_while_the_engine_measures(
+    sharp_backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=2))
+    submitted = threading.Event()
+
+    def measure(decoder: Decoder, rows: list[int]) -> RoundCosts:
+        other = threading.Thread(target=engine.submit, args=(make_request("b", prompt_of(3), 4), lambda event: None))
+        other.start()
+        other.join(10)
+        if not other.is_alive():
+            submitted.set()
+        return COSTS
+
+    monkeypatch.setattr("actors.engine.measure_costs", measure)
+    engine.submit(make_request("a", prompt_of(3), 4, mode="auto"), lambda event: None)
+    engine.step()
+    assert submitted.is_set(), "the lock was held"
+    engine.run_until_idle()

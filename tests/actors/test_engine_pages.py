@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.engine import Engine, EngineConfig, Event, Failed, Finished, generate_all
+from actors.engine import Engine, EngineConfig, generate_all
+from actors.events import Event, Failed, Finished
 from model.backbone import Backbone
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 from httpx import ASGITransport
 
 from actors.access import Access
-from actors.engine import Delta, Event, Failed, Finished
+from actors.events import Delta, Event, Failed, Finished
 from actors.http_app import Admission, Gateway, Served, create_app
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.access import Access
 from actors.card import model_card
-from actors.engine import Engine, Event
+from actors.engine import Engine
+from actors.events import Event
 from actors.http_app import Admission, Gateway, Served, create_app
 from actors.logprobs import LogprobWriter, token_bytes, token_text
 from model.backbone import Backbone, load_backbone

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PreTrainedConfig, Qwen2Config
 
 import model.decoding.packing as packing
-from actors.engine import Canvas, Engine, EngineConfig, Event, generate_all
+from actors.engine import Engine, EngineConfig, generate_all
+from actors.events import Canvas, Event
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
 from model.errors import UserError

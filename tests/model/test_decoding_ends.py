@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine import Engine, Event, Failed, Finished, generate_all
+from actors.engine import Engine, generate_all
+from actors.events import Event, Failed, Finished
 from model.backbone import Backbone
 from model.decoding import POLICIES
 from tests.decoding import make_request, prompt_of

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine import Delta, Engine, Event, Failed, Finished, generate_all
+from actors.engine import Engine, generate_all
+from actors.events import Delta, Event, Failed, Finished
 from actors.scheduler import Planner
 from model.decoding import GenerationRequest
 from model.errors import JobError

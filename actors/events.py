@@ -1,0 +1,53 @@
+"""What a request's listener hears from the engine: any number of deltas and canvases, then one end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from model.decoding import GenerationResult, Reveal, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Tokens that are final, and text that is: whole characters, never a part of a stop string.
+
+    logprobs: one for each of token_ids, None where the request did not ask.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """For requests with `trace`: what one denoising step revealed, in the block that starts at `block_start`."""
+
+    id: str
+    block_start: int
+    reveals: tuple[Reveal, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that ran to its end."""
+
+    result: GenerationResult
+
+    @property
+    def id(self) -> str:
+        return self.result.id
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that could not go on; `message` is one sentence."""
+
+    id: str
+    message: str
+
+
+Event = Delta | Canvas | Finished | Failed
+Listener = Callable[[Event], None]

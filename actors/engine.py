@@ -16,10 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from actors.auto_mode import ModeChooser, calibration_rows
 from actors.calibration import measure_costs, rows_that_fit
+from actors.engine_stats import Counters, EngineStats
 from actors.events import Canvas, Delta, Event, Failed, Finished, Listener
 from actors.scheduler import Demand, Planner, Queue, plan_round
 from model.backbone import Backbone
@@ -66,40 +67,6 @@ class EngineConfig:
                 raise UserError(f"engine.{name} must be at least 1, not {value!r}.")
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """A moment of the engine. forwards: row-forwards by phase; prefix_hits: pages found in the prefix cache;
-    preemptions: rows that lost their pages; pages_cached count as free. Sums and seconds are since the start; forward_s
-    is the part of round_s that packing, the model's forwards and the choices took, model_s the model's forwards alone.
-    """
-
-    running: int
-    waiting: int
-    rounds: int
-    forwards: dict[str, int]
-    query_tokens: int
-    committed_tokens: int
-    pages_used: int
-    pages_cached: int
-    pages_free: int
-    prefix_hits: int
-    preemptions: int
-    round_s: float
-    forward_s: float
-    model_s: float
-
-
-@dataclass
-class _Counters:
-    rounds: int = 0
-    query_tokens: int = 0
-    committed_tokens: int = 0
-    preemptions: int = 0
-    round_s: float = 0.0
-    forward_s: float = 0.0
-    forwards: dict[str, int] = field(default_factory=lambda: {p.value: 0 for p in Phase if p is not Phase.DONE})
-
-
 # ------------------------------------------------------------------------------------------------- the loop
 class Engine:
     """Requests in, events out. `submit` and `abort` are thread-safe; `step` belongs to one thread.
@@ -130,7 +97,7 @@ class Engine:
         self._queue = Queue()
         self._rows: dict[str, Row] = {}  # running, in order of admission
         self._waiting_rows: dict[str, Row] = {}  # of those who wait: made, or preempted
-        self._counters = _Counters()
+        self._counters = Counters()
         self._chooser: ModeChooser | None = None  # made when the first "auto" request comes
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -204,7 +171,8 @@ class Engine:
             for outcome in outcomes:
                 self._publish(outcome)
             self.progress_at = time.monotonic()
-            self._count(turns, outcomes, self.progress_at - started, forward_s)
+            with self._lock:
+                self._counters.count(turns, outcomes, self.progress_at - started, forward_s)
             if any(outcome.row.request.id not in self._rows for outcome in outcomes):
                 break
         return True
@@ -403,18 +371,6 @@ class Engine:
             self._queue.leave(request_id)
         if request_id in self._rows:
             self.decoder.release(self._rows.pop(request_id))
-
-    def _count(self, turns: list[Turn], outcomes: list[Outcome], round_s: float, forward_s: float) -> None:
-        with self._lock:
-            counters = self._counters
-            counters.rounds += 1
-            counters.round_s += round_s
-            counters.forward_s += forward_s
-            for turn, outcome in zip(turns, outcomes, strict=True):
-                counters.forwards[outcome.phase.value] += 1
-                counters.query_tokens += len(turn.query)
-                if outcome.error is None and turn.query.phase is Phase.COMMIT:
-                    counters.committed_tokens += turn.query.keep - turn.query.start
 
     def _check_idle(self) -> None:
         """When nothing runs every page must be free: a leak would shrink the engine until it stands still."""

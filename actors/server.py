@@ -22,7 +22,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.access import Access, load_key_hashes
 from actors.card import model_card
-from actors.engine import Engine, EngineConfig, EngineStats, generate_all
+from actors.engine import Engine, EngineConfig, generate_all
+from actors.engine_stats import EngineStats
 from actors.events import Event, Failed, Finished
 from actors.http_app import Admission, Gateway, Served, create_app
 from actors.protocol import check_default

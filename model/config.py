@@ -19,7 +19,7 @@ METHODS = ("fast_dllm_v2",)
 MODES = ("diffusion", "ar", "auto")
 REFRESHES = ("always", "sub_block", "every:N")
 FUSED = ("off", "masked_head", "speculative")
-FUSED_DEFAULT = "speculative"  # token for token as "off", and faster
+FUSED_DEFAULT = "speculative"  # token for token as "off", in fewer forwards
 NEVER = 1 << 30
 
 

@@ -7,7 +7,9 @@
 
     simd.h -> peaks.h, tile.h -> gemm.h -> attention.h -> forward.h -> kernels.cpp; team.h holds the threads
 
-Why: SmolLM2-135M's forward is some 1800 small operators, and at one token PyTorch spends 34 ms on calling them.
+Why: SmolLM2-135M's forward is some 1800 small operators. One token over 256 cached ones took, in turns on two cores
+(AMD EPYC, 2 threads): PyTorch 44 ms in float32; here 19 ms in float32, 11 in bfloat16, 7 in int8. Sixteen tokens: 59
+against 35, 21 and 15.
 Everything here is optional: where no compiler is found the callers get None and stay on PyTorch.
 
 A token's result is bit for bit the same whatever else is in the call and however many threads run it.

@@ -142,6 +142,8 @@ def derived_seed(seed: int, prompt_id: str) -> int:
 
 def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) -> DecodeConfig:
     """The choice of a server or a job, if its model can follow it; raises UserError where it cannot."""
+    if decode.mode == "ar":
+        _refuse_block_choices(decode)
     if decode.mode == "auto" and adapted is None:
         return decode
     if decode.mode != "ar":
@@ -153,6 +155,13 @@ def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) ->
             raise UserError(f"decode.{error}") from error
         check_sub_block(decode.sub_block_size or adapted.sub_block_size, adapted.block_size)
     return decode
+
+
+def _refuse_block_choices(decode: DecodeConfig) -> None:
+    """Token by token nothing is opened: a choice of how would be ignored."""
+    for name in ("threshold", "steps", "factor", "gamma", "budget", "sub_block_size"):
+        if getattr(decode, name) is not None:
+            raise UserError(f"decode.{name} has no effect with decode.mode ar: leave it out.")
 
 
 def decode_config(

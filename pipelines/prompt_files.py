@@ -21,6 +21,8 @@ from actors.answers import Answer, Prompt
 from model.errors import UserError
 from pipelines.jobkit import OutputFile
 
+MAX_LINE_BYTES = 16 * 2**20
+
 
 # ------------------------------------------------------------------------------------------------- prompts
 def read_prompts(source: str) -> Iterator[Prompt]:
@@ -40,6 +42,8 @@ def read_prompts(source: str) -> Iterator[Prompt]:
 
 def _prompt_of(index: int, line: bytes) -> Prompt:
     default_id = str(index)
+    if len(line) > MAX_LINE_BYTES:  # as over HTTP: tokenizing it would take minutes, to be refused after all
+        return Prompt(index, default_id, {}, f"line {index} is larger than {MAX_LINE_BYTES} bytes")
     try:
         fields = json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8"))
     except RecursionError:

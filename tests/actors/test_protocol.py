@@ -350,6 +350,8 @@ def test_an_unadapted_model_decodes_in_ar_mode_and_refuses_diffusion() -> None:
         check_default(DecodeConfig(gamma=0.5), ADAPTED)
     with pytest.raises(UserError, match=r"decode\.policy 'treshold' is not known: did you mean 'threshold'"):
         check_default(DecodeConfig(policy="treshold"), ADAPTED)
+    with pytest.raises(UserError, match=r"decode\.threshold has no effect with decode\.mode ar"):
+        check_default(DecodeConfig(mode="ar", threshold=0.5), ADAPTED)
 
 
 def test_a_line_of_prompts_means_the_same_as_over_http() -> None:

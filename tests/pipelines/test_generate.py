@@ -345,3 +345,10 @@ def test_workers_that_the_cluster_cannot_give_are_a_sentence(
     with pytest.raises(JobError, match="0 of 1 workers"):
         generate(tiny_adapted_model, prompts, tmp_path / "a.jsonl", *words)
     assert not os.path.exists(tmp_path / "a.jsonl")
+
+
+def test_a_line_larger_than_a_request_may_be_is_an_error_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a " * (9 * 2**20)}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
+    large, fine = read_prompts(str(path))
+    assert large.error == "line 0 is larger than 16777216 bytes" and fine.error is None

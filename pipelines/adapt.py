@@ -72,7 +72,7 @@ class AssessSection(Section):
         1, ge=1, description="requests decoded together: 1 is one person waiting", json_schema_extra=NOT_IDENTITY
     )
     held_out_tasks: int = Field(
-        200, ge=0, description="held-out tasks for the held-out loss; 0 leaves it out", json_schema_extra=NOT_IDENTITY
+        100, ge=0, description="held-out tasks for the held-out loss; 0 leaves it out", json_schema_extra=NOT_IDENTITY
     )
     max_tokens: int = Field(128, ge=1, description="longest answer in tokens", json_schema_extra=NOT_IDENTITY)
 

@@ -18,7 +18,10 @@ from actors.access import Access
 from actors.card import model_card
 from actors.engine import Engine
 from actors.events import Event
-from actors.http_app import Admission, Gateway, Served, create_app
+from actors.gateway.admission import Admission
+from actors.gateway.app import create_app
+from actors.gateway.backend import Served
+from actors.gateway.gateway import Gateway
 from actors.logprobs import LogprobWriter, token_bytes, token_text
 from model.backbone import Backbone, load_backbone
 from model.config import DecodeConfig

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.replica import check_engine
 from actors.request_types import DiffusionOptions
 from actors.serve_args import DecodeArgs, ServeArgs, check_config
-from actors.server import build, check_engine
+from actors.server import build
 from model.config import DecodeConfig
 from model.decoding import POLICIES
 from model.errors import JobError, UserError

@@ -13,7 +13,10 @@ from httpx import ASGITransport
 
 from actors.access import Access
 from actors.events import Delta, Event, Failed, Finished
-from actors.http_app import Admission, Gateway, Served, create_app
+from actors.gateway.admission import Admission
+from actors.gateway.app import create_app
+from actors.gateway.backend import Served
+from actors.gateway.gateway import Gateway
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import JobError, UserError

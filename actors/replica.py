@@ -1,0 +1,125 @@
+"""An engine replica: one model, one engine thread, behind plain async methods that Serve calls.
+
+Ready only when its engine has really generated a token. A request is one streaming call of `generate`; leaving it early
+aborts the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import torch
+
+from actors.card import model_card
+from actors.engine import Engine, EngineConfig, generate_all
+from actors.engine_stats import EngineStats
+from actors.events import Event, Failed, Finished
+from actors.gateway.backend import Served
+from actors.protocol import check_default
+from actors.serve_args import ServeArgs
+from model.backbone import DTYPES, Backbone, load_backbone
+from model.decoding import GenerationRequest, SamplingParams
+from model.errors import JobError, UserError
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine will never run this request (a user's error); sent instead of events."""
+
+    message: str
+
+
+Events = list[Event | Refused]
+
+
+def check_engine(*, alive: bool, progress_at: float, now: float, stall_s: float) -> None:
+    """Raises JobError for an engine whose thread ended, or that finished no round (nor looked around) for `stall_s`."""
+    if not alive:
+        raise JobError("The engine's thread has ended: see the replica's log.")
+    if now - progress_at > stall_s:
+        raise JobError(f"The engine finished no round for {now - progress_at:.0f} s.")
+
+
+class EngineReplica:
+    """One model, one engine thread. Errors in the arguments or the model end the constructor with one sentence."""
+
+    def __init__(self, args: ServeArgs) -> None:
+        torch.set_num_threads(max(1, int(args.cpus_per_replica)))
+        backbone = load_backbone(args.model, dtype=DTYPES[args.dtype_name], device=args.device)
+        decode = args.decode.decode_config(adapted=backbone.block_diffusion is not None)
+        card = model_card(backbone, name=args.served_name or args.model, max_length=args.engine.max_length)
+        self._served = Served(card, check_default(decode, backbone.block_diffusion), created=int(time.time()))
+        self._engine = Engine(backbone, EngineConfig(**args.engine.model_dump()))
+        prove(self._engine, backbone, self._served)
+        self._engine.start()
+        self._stall_s = args.stall_s
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Events]:
+        """The request's events as they come, several together when they came together; leaving early aborts the row."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+
+        def listen(event: Event) -> None:  # on the engine's thread
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        try:
+            self._engine.submit(request, listen)
+        except UserError as error:
+            yield [Refused(str(error))]
+            return
+        except JobError as error:
+            yield [Failed(request.id, str(error))]
+            return
+        ended = False
+        try:
+            while not ended:
+                events: Events = [await queue.get()]
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                ended = isinstance(events[-1], Finished | Failed)
+                yield events
+        finally:
+            if not ended:
+                self._engine.abort(request.id)
+
+    async def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    async def served(self) -> Served:
+        return self._served
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def ready(self) -> bool:
+        """A replica exists only after a token was generated; what is left to ask is whether it goes on."""
+        self.check_health()
+        return True
+
+    def check_health(self) -> None:
+        check_engine(
+            alive=self._engine.alive, progress_at=self._engine.progress_at, now=time.monotonic(), stall_s=self._stall_s
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.stop()
+
+
+def prove(engine: Engine, backbone: Backbone, served: Served) -> None:
+    """Generate one token for real, in the mode that requests will get. Raises JobError when none comes."""
+    start = next(i for i in range(served.card.vocab_size) if i not in served.card.stop_token_ids)
+    request = GenerationRequest(
+        id="ready",
+        prompt_ids=(start,),
+        max_tokens=1,
+        sampling=SamplingParams(),
+        decode=served.decode,
+        stop_token_ids=frozenset(),
+    )
+    results = generate_all(engine, [request])
+    if len(results) != 1 or len(results[0].token_ids) != 1:
+        raise JobError(f"{backbone.name} was loaded but generated no token: see the replica's log.")

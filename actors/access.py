@@ -19,6 +19,7 @@ from actors.fields import RequestError
 from model.errors import UserError
 
 KEYS_VARIABLE = "BLOCKCAST_API_KEYS"
+KEY_NAME = 12  # hex digits of a key's hash that name it in limits and logs
 HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -70,19 +71,22 @@ class Access:
 
     def check(
         self, *, authorization: str | None, client: str | None, host: str | None, forwarded: bool = False
-    ) -> None:
-        """Raises RequestError 401 or 403. host: the Host header, which a page of another origin cannot fake.
+    ) -> str | None:
+        """Who asks: a name of the key (the beginning of its hash), None without keys. Raises RequestError 401 or 403.
+
+        host: the Host header, which a page of another origin cannot fake.
 
         forwarded: another proxy passed the request on, so `client` is not who asked.
         """
         if self.key_hashes:
-            self._check_key(authorization)
-        elif forwarded or not (client and is_loopback(client) and host and is_loopback(_without_port(host))):
+            return self._checked_key(authorization)[:KEY_NAME]
+        if forwarded or not (client and is_loopback(client) and host and is_loopback(_without_port(host))):
             raise RequestError(
                 "Without API keys only this machine is served: configure keys to serve others.", status=403
             )
+        return None
 
-    def _check_key(self, authorization: str | None) -> None:
+    def _checked_key(self, authorization: str | None) -> str:
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode()).hexdigest()
         known = [hmac.compare_digest(digest, known) for known in self.key_hashes]
@@ -92,6 +96,7 @@ class Access:
                 status=401,
                 code="invalid_api_key",
             )
+        return digest
 
 
 def _without_port(host: str) -> str:

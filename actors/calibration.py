@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from actors.auto_mode import RoundCosts
@@ -14,10 +14,11 @@ ROUNDS = 4  # timed, the first not counted
 FORMS = {"ar": DecodeConfig(mode="ar"), "diffusion": DecodeConfig(policy="sequential")}
 
 
-def measure_costs(decoder: Decoder, rows: Sequence[int]) -> RoundCosts:
+def measure_costs(decoder: Decoder, rows: Sequence[int], each: Callable[[], None] = lambda: None) -> RoundCosts:
     """Seconds of a round for each number of rows, in both modes. Uses free pages and gives them back; publishes none.
 
-    Numbers of rows that do not fit the free pages are left out; one must fit (`rows_that_fit`).
+    Numbers of rows that do not fit the free pages are left out; one must fit (`rows_that_fit`). each: called after each
+    number and mode, for whoever watches the engine's progress.
     """
     costs: dict[str, dict[int, float]] = {name: {} for name in FORMS}
     for count in rows:
@@ -25,6 +26,7 @@ def measure_costs(decoder: Decoder, rows: Sequence[int]) -> RoundCosts:
             break
         for name, decode in FORMS.items():
             costs[name][count] = _round_seconds(decoder, count, decode)
+            each()
     return RoundCosts(**costs)
 
 

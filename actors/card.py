@@ -17,7 +17,8 @@ class ModelCard:
     """A served model as its callers know it. Lengths in tokens.
 
     `sampling`: the defaults of absent fields; `context_length`: the longest prompt and answer together;
-    `plain_template`: the tokenizer brought no chat template, so chats go through the plain one.
+    `plain_template`: the tokenizer brought no chat template, so chats go through the plain one; `max_answer_tokens`:
+    the server's own bound on an answer, below what the context leaves.
     """
 
     name: str
@@ -29,9 +30,16 @@ class ModelCard:
     sampling: SamplingParams
     tokenizer: PreTrainedTokenizerBase
     plain_template: bool = False
+    max_answer_tokens: int | None = None
 
 
-def model_card(backbone: Backbone, *, name: str | None = None, max_length: int | None = None) -> ModelCard:
+def model_card(
+    backbone: Backbone,
+    *,
+    name: str | None = None,
+    max_length: int | None = None,
+    max_answer_tokens: int | None = None,
+) -> ModelCard:
     """The card of a loaded model. max_length: the engine's own bound on a row, if it is lower than the context."""
     # Without an end token no plain template is possible: chats are then refused, prompts go on.
     plain = bool(backbone.tokenizer.eos_token) and ensure_chat_template(backbone.tokenizer)
@@ -45,6 +53,7 @@ def model_card(backbone: Backbone, *, name: str | None = None, max_length: int |
         sampling=sampling_defaults(backbone.model.generation_config),
         tokenizer=backbone.tokenizer,
         plain_template=plain,
+        max_answer_tokens=max_answer_tokens,
     )
 
 

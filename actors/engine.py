@@ -71,7 +71,8 @@ class EngineConfig:
 class Engine:
     """Requests in, events out. `submit` and `abort` are thread-safe; `step` belongs to one thread.
 
-    `progress_at`: time.monotonic() of the last finished round, or of the last look around while idle.
+    `progress_at`: time.monotonic() of the last finished round, or of the last look around while idle;
+    `longest_round_s`: of the rounds so far.
     planner: who runs in a round; another one than `plan_round` is for comparisons.
     """
 
@@ -90,6 +91,7 @@ class Engine:
             kernels=self.config.kernels,
         )
         self.progress_at = time.monotonic()
+        self.longest_round_s = 0.0
         self._lock = threading.Condition()
         self._requests: dict[str, tuple[GenerationRequest, Listener]] = {}  # all that have not ended
         self._arrivals: deque[str] = deque()
@@ -171,8 +173,10 @@ class Engine:
             for outcome in outcomes:
                 self._publish(outcome)
             self.progress_at = time.monotonic()
+            round_s = self.progress_at - started
+            self.longest_round_s = max(self.longest_round_s, round_s)
             with self._lock:
-                self._counters.count(turns, outcomes, self.progress_at - started, forward_s)
+                self._counters.count(turns, outcomes, round_s, forward_s)
             if any(outcome.row.request.id not in self._rows for outcome in outcomes):
                 break
         return True
@@ -232,7 +236,7 @@ class Engine:
             self._arrivals.clear()
             self._queue = Queue()
         for request_id, listener in listeners:
-            listener(Failed(request_id, message))
+            listener(Failed(request_id, message, elsewhere=True))
 
     # ------------------------------------------------------------------------------------------- the four verbs
     def _receive(self) -> None:
@@ -292,7 +296,11 @@ class Engine:
             return
         asked = any(self._requests[request_id][0].decode.mode == "auto" for request_id in self._queue)
         if asked and rows_that_fit(self.decoder):
-            self._chooser = ModeChooser(measure_costs(self.decoder, calibration_rows(self.config.max_rows)))
+            counts = calibration_rows(self.config.max_rows)
+            self._chooser = ModeChooser(measure_costs(self.decoder, counts, each=self._touch))
+
+    def _touch(self) -> None:
+        self.progress_at = time.monotonic()
 
     def _schedule(self) -> list[Turn]:
         """The turns of the next round, oldest row first, with the pages they need."""

@@ -43,10 +43,14 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that could not go on; `message` is one sentence."""
+    """The last event of a request that could not go on; `message` is one sentence.
+
+    elsewhere: the engine is at fault, not the request: another engine may still answer it.
+    """
 
     id: str
     message: str
+    elsewhere: bool = False
 
 
 Event = Delta | Canvas | Finished | Failed

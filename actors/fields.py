@@ -19,14 +19,24 @@ from model.errors import UserError
 class RequestError(UserError):
     """A request that is refused. param: the field's path (`messages[0].content`), status: the HTTP status.
 
-    Half of a surrogate pair that the message quotes is written as `\\ud800`: the answer must be text.
+    retry_after_s: whole seconds after which the same request may be taken. Half of a surrogate pair that the message
+    quotes is written as `\\ud800`: the answer must be text.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(_as_text(message))
         self.param = None if param is None else _as_text(param)
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 def _as_text(quoted: str) -> str:

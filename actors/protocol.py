@@ -25,6 +25,7 @@ from actors.request_types import (
     Message,
     StreamOptions,
     Strict,
+    TokenizeFields,
     is_ids,
 )
 from model.config import MODES, BlockDiffusionConfig, DecodeConfig, check_sub_block, nearest_key
@@ -82,7 +83,9 @@ def parse_call(
     trace = bool(parsed.diffusion and parsed.diffusion.trace)
     if trace and not parsed.stream:
         raise RequestError("diffusion.trace needs stream: true: canvases come as events.", param="diffusion.trace")
-    prompt_ids = _chat_ids(parsed, card) if isinstance(parsed, ChatFields) else _prompt_ids(parsed, card)
+    prompt_ids = (
+        _chat_ids(parsed.messages, card) if isinstance(parsed, ChatFields) else _prompt_ids(parsed.prompt, card)
+    )
     request = GenerationRequest(
         id=request_id,
         prompt_ids=prompt_ids,
@@ -103,6 +106,17 @@ def parse_call(
         include_usage=bool(options and options.include_usage),
         user=parsed.user or identifier,
     )
+
+
+def parse_tokenize(fields: Mapping[str, Any], card: ModelCard) -> tuple[int, ...]:
+    """The token ids that a request with this prompt or these messages would begin with. Raises RequestError."""
+    parsed: TokenizeFields = _validate(TokenizeFields, {k: v for k, v in fields.items() if v is not None})
+    if (parsed.prompt is None) == (parsed.messages is None):
+        raise RequestError("Send one of prompt and messages.", param="prompt")
+    if parsed.messages is not None:
+        return _chat_ids(parsed.messages, card)
+    assert parsed.prompt is not None
+    return _prompt_ids(parsed.prompt, card)
 
 
 def generation_request(
@@ -229,12 +243,12 @@ def _logprobs(parsed: ChatFields | CompletionFields) -> int | None:
     return (parsed.top_logprobs or 0) if parsed.logprobs else None
 
 
-def _chat_ids(parsed: ChatFields, card: ModelCard) -> tuple[int, ...]:
+def _chat_ids(messages: Sequence[Message], card: ModelCard) -> tuple[int, ...]:
     """The chat through the tokenizer's template; a last assistant message is continued, else a new turn is opened."""
     if not card.tokenizer.chat_template:
         raise RequestError(f"{card.name} has no chat template: send a prompt (/v1/completions).", param="messages")
     roles = {"developer": "system"}
-    turns = [{"role": roles.get(m.role, m.role), "content": m.content} for m in parsed.messages]
+    turns = [{"role": roles.get(m.role, m.role), "content": m.content} for m in messages]
     going_on = turns[-1]["role"] == "assistant"
     try:
         ids = card.tokenizer.apply_chat_template(
@@ -245,9 +259,9 @@ def _chat_ids(parsed: ChatFields, card: ModelCard) -> tuple[int, ...]:
     return _fitting(ids, "messages", card)
 
 
-def _prompt_ids(parsed: CompletionFields, card: ModelCard) -> tuple[int, ...]:
+def _prompt_ids(prompt: str | Sequence[int], card: ModelCard) -> tuple[int, ...]:
     """The prompt's tokens, special ones as the tokenizer adds them; an empty prompt starts from bos."""
-    ids: Sequence[int] = card.tokenizer(parsed.prompt).input_ids if isinstance(parsed.prompt, str) else parsed.prompt
+    ids: Sequence[int] = card.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
     for i in ids:
         if not 0 <= i < card.vocab_size:
             message = f"prompt holds the token id {i}, outside the vocabulary of {card.vocab_size}."
@@ -274,16 +288,19 @@ def _max_tokens(parsed: CallFields, prompt_tokens: int, card: ModelCard) -> int:
     if None not in (newer, parsed.max_tokens) and newer != parsed.max_tokens:
         raise RequestError("max_tokens and max_completion_tokens differ: send one of them.", param="max_tokens")
     asked = newer if newer is not None else parsed.max_tokens
+    most = room if card.max_answer_tokens is None else min(room, card.max_answer_tokens)
     if asked is None:
-        return room if isinstance(parsed, ChatFields) else min(COMPLETION_MAX_TOKENS, room)
+        return most if isinstance(parsed, ChatFields) else min(COMPLETION_MAX_TOKENS, most)
+    param = "max_tokens" if parsed.max_tokens is not None else "max_completion_tokens"
     if asked > room:
-        param = "max_tokens" if parsed.max_tokens is not None else "max_completion_tokens"
         raise RequestError(
             f"{param} {asked} and a prompt of {prompt_tokens} tokens exceed the context of {card.context_length}: "
             f"ask for at most {room}.",
             param=param,
             code="context_length_exceeded",
         )
+    if asked > most:
+        raise RequestError(f"{param} {asked} is more than this server gives: ask for at most {most}.", param=param)
     return asked
 
 

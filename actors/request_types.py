@@ -154,3 +154,11 @@ class CompletionFields(CallFields):
 
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+
+
+class TokenizeFields(Strict):
+    """POST /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
+
+    model: str | None = None
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None

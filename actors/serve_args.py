@@ -77,8 +77,15 @@ class ServeArgs(Args):
     decode: DecodeArgs = DecodeArgs()
     max_queue: int = Field(256, ge=0, description="requests that may wait; one more gets a 429 with Retry-After")
     max_body_bytes: int = Field(16 * 2**20, ge=1, description="largest request body")
+    body_timeout_s: float = Field(30, gt=0, description="a body that takes longer to arrive is refused with a 408")
+    max_answer_tokens: int | None = Field(None, ge=1, description="longest answer; absent: what the context leaves")
+    deadline_s: float = Field(600, gt=0, description="an answer that takes longer is ended with a 504")
+    max_requests_per_key: int | None = Field(None, ge=1, description="open requests of one API key; absent: no bound")
+    cors_origins: tuple[str, ...] = Field((), description="web origins whose pages may call the API from a browser")
     api_keys_file: str | None = Field(None, description=f"keys, one a line; absent: {KEYS_VARIABLE}, or loopback")
-    stall_s: float = Field(30, gt=0, description="a busy engine without a finished round for so long is replaced")
+    stall_s: float = Field(
+        5, gt=0, description="an engine without a finished round for so long, and 3 of its longest rounds, is replaced"
+    )
     drain_s: float = Field(120, ge=0, description="time that open answers get to end when a replica is taken away")
 
     @model_validator(mode="after")

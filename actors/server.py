@@ -14,14 +14,16 @@ from ray.serve.handle import DeploymentHandle
 from actors.access import Access, load_key_hashes
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
+from actors.gateway.body import BodyReader
 from actors.gateway.gateway import Gateway
 from actors.gateway.replicas import ReplicaBackend
 from actors.replica import EngineReplica
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
 from model.errors import UserError
 
-HEALTH_PERIOD_S = 2.0
-HEALTH_TIMEOUT_S = 10.0
+HEALTH_PERIOD_S = 1.0
+HEALTH_TIMEOUT_S = 3.0  # Serve replaces a replica after the third failure in a row
+BODIES_AT_ONCE = 1000  # requests whose bodies still arrive, beyond those that are admitted
 
 
 class GatewayDeployment:
@@ -31,23 +33,25 @@ class GatewayDeployment:
         self._gateway = Gateway(
             backend=ReplicaBackend(engine),
             access=Access(key_hashes),
-            admission=Admission(args.requests_at_once),
-            max_body_bytes=args.max_body_bytes,
+            admission=Admission(args.requests_at_once, args.max_requests_per_key),
+            bodies=BodyReader(args.max_body_bytes, args.body_timeout_s),
+            deadline_s=args.deadline_s,
         )
+        self._cors_origins = args.cors_origins
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._gateway)
+        return create_app(self._gateway, cors_origins=self._cors_origins)
 
 
 def build(args: ServeArgs) -> Application:
     """The application from the `args` of serve.yaml. Keys are read here, once; only their hashes travel on."""
-    # More requests than the gateway admits must reach it, or Serve would answer in its own words instead of a 429.
     common: dict[str, Any] = {
-        "max_ongoing_requests": args.requests_at_once + 64,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_timeout_s": args.drain_s,
         "graceful_shutdown_wait_loop_s": min(2.0, args.drain_s),
+        # More requests than the gateway admits must reach it, or Serve would answer in its own words instead of a 429.
+        "max_ongoing_requests": args.requests_at_once + BODIES_AT_ONCE,
     }
     engine: Any = serve.deployment(
         EngineReplica,

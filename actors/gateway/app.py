@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from actors.fields import RequestError
 from actors.gateway.backend import Backend, Served
 from actors.gateway.gateway import Gateway, check_model
-from actors.request_types import ChatFields, CompletionFields
+from actors.gateway.streams import error_sent
+from actors.request_types import ChatFields, CompletionFields, TokenizeFields
 from actors.responses import error_body
 from model.errors import JobError, UserError
 
 READY_TIMEOUT_S = 5.0
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The application: OpenAI's routes, health and readiness, every error in OpenAI's shape."""
+def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """The application: OpenAI's routes, health and readiness, every error in OpenAI's shape.
+
+    cors_origins: web origins whose pages may call the API from a browser; none by default.
+    """
     app = FastAPI(title="Blockcast", docs_url=None, redoc_url=None)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatFields))
     async def chat_completions(request: Request) -> Response:
@@ -31,6 +40,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     @app.post("/v1/completions", openapi_extra=_body(CompletionFields))
     async def completions(request: Request) -> Response:
         return await gateway.answer(request, "completion")
+
+    @app.post("/tokenize", openapi_extra=_body(TokenizeFields))
+    async def tokenize(request: Request) -> Response:
+        return await gateway.tokens(request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -71,25 +84,29 @@ async def _ready(backend: Backend) -> Response:
     return JSONResponse(error_body("No engine is ready yet.", 503), 503)
 
 
-def _body(fields: type[ChatFields] | type[CompletionFields]) -> dict[str, Any]:
+def _body(fields: type[BaseModel]) -> dict[str, Any]:
     schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _shape_errors(app: FastAPI) -> None:
-    Handler = Callable[[Request, Exception], Awaitable[Response]]
+    async def told(request: Request, error: Any) -> Response:
+        status, body = error_sent(error)
+        return JSONResponse(body, status, _headers(status, error))
 
-    def shaped(status: Callable[[Any], int], message: Callable[[Any], str] = str) -> Handler:
-        async def handle(request: Request, error: Any) -> Response:
-            code = status(error)
-            fields = {"param": error.param, "code": error.code} if isinstance(error, RequestError) else {}
-            headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(code)
-            return JSONResponse(error_body(message(error), code, **fields), code, headers)
+    async def routing(request: Request, error: Any) -> Response:
+        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
 
-        return handle
+    async def defect(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body("The server failed; its log says why.", 500), 500)
 
-    app.add_exception_handler(RequestError, shaped(lambda e: e.status))
-    app.add_exception_handler(UserError, shaped(lambda e: 400))
-    app.add_exception_handler(JobError, shaped(lambda e: 500))
-    app.add_exception_handler(HTTPException, shaped(lambda e: e.status_code, lambda e: str(e.detail)))
-    app.add_exception_handler(Exception, shaped(lambda e: 500, lambda e: "The server failed; its log says why."))
+    app.add_exception_handler(UserError, told)
+    app.add_exception_handler(JobError, told)
+    app.add_exception_handler(HTTPException, routing)
+    app.add_exception_handler(Exception, defect)
+
+
+def _headers(status: int, error: UserError | JobError) -> dict[str, str]:
+    if status in (429, 503):
+        return {"Retry-After": str(getattr(error, "retry_after_s", None) or 1)}
+    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}

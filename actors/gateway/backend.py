@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,11 @@ from actors.card import ModelCard
 from actors.events import Event
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest
+from model.errors import JobError
+
+
+class Unavailable(JobError):
+    """No engine can take the request now; the same request may succeed later (HTTP 503)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Backend(Protocol):
 
     async def served(self) -> Served: ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]: ...
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]: ...
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -11,11 +11,12 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -25,63 +26,99 @@ from actors.events import Event, Failed, Finished
 from actors.fields import RequestError
 from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
-from actors.gateway.body import read_fields
+from actors.gateway.body import BodyReader
 from actors.gateway.streams import EventStream, Shape, raise_failure, result_of, stream_events
 from actors.logprobs import Logprobs, LogprobWriter, Tokens
-from actors.protocol import Call, Kind, parse_call
+from actors.protocol import Call, Kind, parse_call, parse_tokenize
 from actors.responses import Reply
-from model.errors import JobError, UserError
+from model.errors import UserError
 
+DEADLINE_HEADER = "X-Deadline-S"
+T = TypeVar("T")
 log = logging.getLogger("ray.serve.blockcast")
 
 
 @dataclass
 class Gateway:
-    """One gateway: a backend, who may ask it, and how much at a time. max_body_bytes bounds a request's body."""
+    """One gateway: a backend, who may ask it, how much at a time, and how long an answer may take.
+
+    deadline_s: from the arrival of the body to the end of the answer; a request may ask for less (`X-Deadline-S`).
+    """
 
     backend: Backend
     access: Access
     admission: Admission
-    max_body_bytes: int = 16 * 2**20
+    bodies: BodyReader
+    deadline_s: float = 600.0
     # Tokenizers are not made for several threads at once, and a long prompt must not stop the event loop.
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def answer(self, http: Request, kind: Kind) -> Response:
         """One request from its bytes to its response."""
-        self.check_access(http)
-        fields = await read_fields(http, self.max_body_bytes)
+        key = self.check_access(http)
+        fields = await self.bodies.fields(http)
+        seconds = self._seconds(http.headers.get(DEADLINE_HEADER))
+        deadline = asyncio.get_running_loop().time() + seconds
         served = await self.backend.served()
         check_model(fields, served.card.name)
-        call = await self._parse(fields, kind, served)
-        reply = Reply(
-            id=call.request.id,
-            created=int(time.time()),
-            model=served.card.name,
-            revision=served.card.revision,
-            kind=kind,
-            include_usage=call.include_usage,
-        )
-        shape = self._logprobs_of(call, kind, served)
-        self.admission.enter()
-        run = Run(self, call)
+        self.admission.enter(key)
+        run = Run(self, key, seconds, deadline)
+        begun = False
         try:
-            events = await run.begin()
+            call = await self._parse(fields, kind, served)
+            reply = Reply(
+                id=call.request.id,
+                created=int(time.time()),
+                model=served.card.name,
+                revision=served.card.revision,
+                kind=kind,
+                include_usage=call.include_usage,
+            )
+            shape = self._logprobs_of(call, kind, served)
+            events = await run.begin(call)
             if call.stream:
+                begun = True
                 return EventStream(stream_events(reply, events, shape), run.close)
             result = await result_of(events)
             return JSONResponse(reply.whole(result, await shape(result.token_ids, result.logprobs)))
         finally:
-            if not (call.stream and run.begun):
+            if not begun:
                 run.close()
 
-    def check_access(self, http: Request) -> None:
-        self.access.check(
+    async def tokens(self, http: Request) -> Response:
+        """The tokens that a prompt or a chat would be read as."""
+        self.check_access(http)
+        fields = await self.bodies.fields(http)
+        served = await self.backend.served()
+        check_model(fields, served.card.name)
+        ids = await self._off_loop(partial(parse_tokenize, fields, served.card))
+        return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": served.card.context_length})
+
+    def check_access(self, http: Request) -> str | None:
+        """Who asks (a name of the API key, None without keys). Raises RequestError 401 or 403."""
+        return self.access.check(
             authorization=http.headers.get("authorization"),
             client=http.client.host if http.client else None,
             host=http.headers.get("host"),
             forwarded="x-forwarded-for" in http.headers or "forwarded" in http.headers,
         )
+
+    def _seconds(self, asked: str | None) -> float:
+        """How long this answer may take."""
+        if asked is None:
+            return self.deadline_s
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds <= self.deadline_s:
+            message = f"{DEADLINE_HEADER} must be seconds, above 0 and at most {self.deadline_s:g}, not {asked[:40]!r}."
+            raise RequestError(message, param=DEADLINE_HEADER)
+        return seconds
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     async def _parse(self, fields: Mapping[str, Any], kind: Kind, served: Served) -> Call:
         request_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
@@ -94,7 +131,7 @@ class Gateway:
             request_id=request_id,
             default_seed=uuid.uuid4().int >> 65,
         )
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse)
+        return await self._off_loop(parse)
 
     def _logprobs_of(self, call: Call, kind: Kind, served: Served) -> Shape:
         """What puts the log-probabilities of this call's tokens into OpenAI's shape, where it asks for them."""
@@ -104,7 +141,7 @@ class Gateway:
             if logprobs is None:
                 return None
             write = partial(writer.write, token_ids, logprobs)
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, write)
+            return await self._off_loop(write)
 
         return shape
 
@@ -117,38 +154,53 @@ class Gateway:
 
 @dataclass
 class Run:
-    """One admitted request: its events, and its end, whichever way it comes (finished, failed, or the client left)."""
+    """One admitted request: its events, and its end, whichever way it comes (finished, failed, or the client left).
+
+    seconds, deadline: how long it may take, and the end of that on the event loop's clock.
+    """
 
     gateway: Gateway
-    call: Call
-    begun: bool = False
-    ended: bool = False
+    key: str | None
+    seconds: float
+    deadline: float
+    call: Call | None = None
+    ended: bool = True  # no row is left behind
     closed: bool = False
     started: float = field(default_factory=time.monotonic)
 
-    async def begin(self) -> AsyncIterator[Event]:
+    async def begin(self, call: Call) -> AsyncIterator[Event]:
         """Wait for the first event; raises what the backend refuses before anything is sent."""
-        events = self._events()
+        self.call, self.ended = call, False
+        events = self._events(call)
         first = await anext(events)
         raise_failure(first)
-        self.begun = True
         return _chained(first, events)
 
-    async def _events(self) -> AsyncIterator[Event]:
-        try:
-            async for event in self.gateway.backend.generate(self.call.request):
+    async def _events(self, call: Call) -> AsyncIterator[Event]:
+        async with aclosing(self.gateway.backend.generate(call.request)) as events:
+            while not self.ended:
+                try:
+                    async with asyncio.timeout_at(self.deadline):
+                        event = await anext(events)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError as error:
+                    message = f"The answer was not complete after {self.seconds:g} s: ask for fewer tokens."
+                    raise RequestError(message, status=504, code="deadline_exceeded") from error
+                except UserError:
+                    self.ended = True
+                    raise
                 self.ended = isinstance(event, Finished | Failed)
                 yield event
-        except (UserError, JobError):
-            self.ended = True
-            raise
 
     def close(self) -> None:
         """Leave the queue; a row that is still running is aborted."""
         if self.closed:
             return
         self.closed = True
-        self.gateway.admission.leave()
+        self.gateway.admission.leave(self.key)
+        if self.call is None:
+            return
         if not self.ended:
             self.gateway.abort(self.call.request.id)
         how = "ended" if self.ended else "aborted"

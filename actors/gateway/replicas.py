@@ -1,60 +1,121 @@
 """The gateway's backend over Serve handles: what Ray reports becomes UserError or JobError.
 
-When a client leaves, cancelling the call aborts its row; because cancellation is known to get lost on chains of
-handles, every replica is also asked to abort it.
+A run whose engine goes away is begun again on another (`actors.gateway.replay`), so a killed replica costs time, not
+answers. When a client leaves, cancelling the call aborts its row; because cancellation is known to get lost on chains
+of handles, every replica is also asked to abort it, and none works longer than its lease (`actors.leases`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.events import Event
-from actors.gateway.backend import Served
+from actors.events import Event, Failed
+from actors.gateway.backend import Served, Unavailable
+from actors.gateway.replay import Replay
 from actors.replica import Refused
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
 
-GONE = "The engine replica that worked on this request went away: send it again."
+RETRY_PAUSES_S = (0.1, 0.5, 1, 2, 2, 2, 2, 4, 4, 4)  # long enough for a crashed engine's replica to be replaced
+RENEW_S = 1.0
+GONE = "No engine could finish this request: send it again in a moment."
+log = logging.getLogger("ray.serve.blockcast")
+
+
+class _EngineGone(Exception):
+    """The run ended through no fault of the request."""
 
 
 class ReplicaBackend:
-    """The gateway's `Backend` over Serve handles. What Ray reports becomes UserError or JobError."""
+    """The gateway's `Backend` over Serve handles."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._served: Served | None = None
+        self._name = uuid.uuid4().hex
+        self._wanted: dict[str, str] = {}  # request id -> id of its present run
+        self._renewing: asyncio.Task[None] | None = None
 
     async def served(self) -> Served:
         if self._served is None:
             self._served = await self._ask("served")
         return self._served
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        responses: Any = self._handle.options(stream=True, method_name="generate").remote(request)
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """Events as if one engine had run the request from beginning to end, whichever engines did."""
+        replay = Replay(request.id)
+        try:
+            for attempt in range(len(RETRY_PAUSES_S) + 1):
+                run = replace(request, id=f"{request.id}~{attempt}") if attempt else request
+                self._wanted[request.id] = run.id
+                self._keep_leases()
+                replay.begin()
+                try:
+                    async with aclosing(self._run(run)) as events:
+                        async for event in events:
+                            passed = replay.pass_on(event)
+                            if passed is not None:
+                                yield passed
+                    return
+                except _EngineGone as gone:
+                    log.warning(f"{run.id} lost its engine ({gone}): run {attempt + 1} begins")
+                    if attempt == len(RETRY_PAUSES_S):
+                        raise Unavailable(GONE) from gone
+                    await asyncio.sleep(RETRY_PAUSES_S[attempt])
+        finally:
+            self._wanted.pop(request.id, None)
+
+    async def _run(self, run: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """One run on one engine. Raises _EngineGone where another one may still answer."""
+        responses: Any = self._handle.options(stream=True, method_name="generate").remote(run, self._name)
         try:
             async for events in responses:
                 for event in events:
                     if isinstance(event, Refused):
                         raise UserError(event.message)
+                    if isinstance(event, Failed) and event.elsewhere:
+                        raise _EngineGone(event.message)
                     yield event
+        except RayTaskError as error:  # the replica's own code raised: it would again
+            raise JobError("The engine replica failed on this request: see its log.") from error
         except (RayError, RayServeException) as error:
-            raise JobError(GONE) from error
+            raise _EngineGone(type(error).__name__) from error
         finally:
             responses.cancel()
 
     async def abort(self, request_id: str) -> None:
-        await self._handle.broadcast("abort", request_id).results_async()
+        with contextlib.suppress(RayError, RayServeException):  # a replica that is gone has nothing to free
+            await self._handle.broadcast("abort", request_id).results_async()
 
     async def ready(self) -> bool:
         return bool(await self._ask("ready"))
+
+    def _keep_leases(self) -> None:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.get_running_loop().create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Tell every replica about once a second which runs are wanted, as long as any is."""
+        while self._wanted:
+            await asyncio.sleep(RENEW_S)
+            # One replica that hangs must not keep the word from the others: they have it, its answer is not awaited.
+            with contextlib.suppress(RayError, RayServeException, TimeoutError):
+                word = self._handle.broadcast("renew", self._name, tuple(self._wanted.values()))
+                await asyncio.wait_for(word.results_async(), RENEW_S)
 
     async def _ask(self, method: str) -> Any:
         try:
             return await self._handle.options(method_name=method).remote()
         except (RayError, RayServeException) as error:
-            raise JobError("No engine replica answers: try again in a moment.") from error
+            raise Unavailable("No engine replica answers: try again in a moment.") from error

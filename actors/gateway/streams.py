@@ -9,6 +9,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.events import Canvas, Delta, Event, Failed, Finished
+from actors.fields import RequestError
+from actors.gateway.backend import Unavailable
 from actors.logprobs import Logprobs, Tokens
 from actors.responses import DONE, Reply, canvas, error_body, sse
 from model.decoding import GenerationResult
@@ -45,7 +47,7 @@ async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape
             elif isinstance(event, Finished):
                 yield "".join(sse(chunk) for chunk in reply.closing(event.result)) + DONE
     except (UserError, JobError) as error:
-        yield sse(error_body(str(error), 500))
+        yield sse(error_sent(error)[1])
 
 
 async def result_of(events: AsyncIterator[Event]) -> GenerationResult:
@@ -56,6 +58,14 @@ async def result_of(events: AsyncIterator[Event]) -> GenerationResult:
     raise JobError("The engine ended this request without an answer: send it again.")
 
 
+def error_sent(error: UserError | JobError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body of what went wrong, the same whether the answer had begun or not."""
+    if isinstance(error, RequestError):
+        return error.status, error_body(str(error), error.status, param=error.param, code=error.code)
+    status = 400 if isinstance(error, UserError) else 503 if isinstance(error, Unavailable) else 500
+    return status, error_body(str(error), status)
+
+
 def raise_failure(event: Event) -> None:
     if isinstance(event, Failed):
-        raise JobError(event.message)
+        raise (Unavailable if event.elsewhere else JobError)(event.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_callers_may_submit_while_the_engine_measures(
     engine = Engine(sharp_backbone, EngineConfig(max_rows=2))
     submitted = threading.Event()
 
-    def measure(decoder: Decoder, rows: list[int]) -> RoundCosts:
+    def measure(decoder: Decoder, rows: list[int], each: Callable[[], None]) -> RoundCosts:
         other = threading.Thread(target=engine.submit, args=(make_request("b", prompt_of(3), 4), lambda event: None))
         other.start()
         other.join(10)

@@ -16,6 +16,7 @@ from actors.events import Delta, Event, Failed, Finished
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
+from actors.gateway.body import BodyReader
 from actors.gateway.gateway import Gateway
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
@@ -70,12 +71,16 @@ def with_client(
     *,
     keys: tuple[str, ...] = (),
     limit: int = 4,
+    per_key: int | None = None,
+    deadline_s: float = 60,
+    cors_origins: tuple[str, ...] = (),
     address: str = "127.0.0.1",
 ) -> Any:
     """Run `talk` with a client of a gateway over the backend."""
 
     async def main() -> Any:
-        app = create_app(Gateway(backend, Access(keys), Admission(limit), max_body_bytes=1000))
+        gateway = Gateway(backend, Access(keys), Admission(limit, per_key), BodyReader(1000, 5), deadline_s)
+        app = create_app(gateway, cors_origins=cors_origins)
         transport = ASGITransport(app, client=(address, 5), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await talk(client)
@@ -201,3 +206,93 @@ def test_with_keys_everyone_must_show_one() -> None:
         response = ask(header)
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert ask(header, "127.0.0.1").status_code == 401
+
+
+def test_one_key_may_not_take_all_slots() -> None:
+    from actors.access import load_key_hashes
+
+    backend = ScriptedBackend(["wait"])
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+
+    async def talk(client: httpx.AsyncClient) -> tuple[httpx.Response, bool]:
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=PROMPT, headers=first))]
+        while not backend.running:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", json=PROMPT, headers=first)
+        waiting.append(asyncio.create_task(client.post("/v1/completions", json=PROMPT, headers=second)))
+        await asyncio.sleep(0.02)
+        admitted = len(backend.running) == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return refused, admitted
+
+    keys = load_key_hashes(None, {"BLOCKCAST_API_KEYS": "first,second"})
+    refused, admitted = with_client(backend, talk, keys=keys, per_key=1)
+    assert refused.status_code == 429 and "API key" in refused.json()["error"]["message"] and admitted
+    assert "first" not in refused.text
+
+
+@pytest.mark.parametrize("script", [["wait"], [GOOD[0], "wait"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_ends_and_frees_its_row(script: list[Any], stream: bool) -> None:
+    backend = ScriptedBackend(script)
+    fields = {**PROMPT, "stream": stream}
+
+    async def talk(client: httpx.AsyncClient) -> httpx.Response:
+        response = await client.post("/v1/completions", json=fields, headers={"X-Deadline-S": "0.05"})
+        await asyncio.sleep(0.02)
+        return response
+
+    response = with_client(backend, talk)
+    if stream and len(script) == 2:
+        error = json.loads(response.text.strip().rsplit("data: ", 1)[1])["error"]
+        assert response.status_code == 200 and "[DONE]" not in response.text
+    else:
+        error = response.json()["error"]
+        assert response.status_code == 504
+    assert error["code"] == "deadline_exceeded" and "0.05 s" in error["message"]
+    assert backend.aborted == backend.running
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "61", "nan", "inf", "soon", ""])
+def test_a_deadline_that_is_none_is_a_400(asked: str) -> None:
+    response = with_client(
+        ScriptedBackend(GOOD), lambda c: c.post("/v1/completions", json=PROMPT, headers={"X-Deadline-S": asked})
+    )
+    assert response.status_code == 400 and response.json()["error"]["param"] == "X-Deadline-S"
+
+
+def test_an_engine_that_stood_still_is_a_503_to_try_again() -> None:
+    response = post(ScriptedBackend([Failed("x", "It stood still.", elsewhere=True)]))
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+
+
+def test_tokenize_tells_what_a_request_would_be_read_as() -> None:
+    def ask(fields: dict[str, Any]) -> httpx.Response:
+        return with_client(ScriptedBackend([]), lambda client: client.post("/tokenize", json=fields))
+
+    body = ask({"model": "tiny", "prompt": "Hi"}).json()
+    assert body == {
+        "tokens": CARD.tokenizer("Hi").input_ids,
+        "count": len(body["tokens"]),
+        "max_model_len": CARD.context_length,
+    }
+    chat = ask({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "prompt": None})
+    assert chat.json()["count"] > body["count"]
+    assert ask({"model": "tiny"}).status_code == 400
+    assert ask({"model": "tiny", "prompt": "a", "messages": []}).status_code == 400
+    assert ask({"model": "tiny", "promt": "a"}).json()["error"]["param"] == "promt"
+    assert ask({"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_other_origins_are_told_nothing_unless_they_are_named() -> None:
+    headers = {"Origin": "https://page.example"}
+
+    def ask(origins: tuple[str, ...]) -> dict[str, str]:
+        get = with_client(ScriptedBackend([]), lambda c: c.get("/health", headers=headers), cors_origins=origins)
+        return {name: value for name, value in get.headers.items() if name.startswith("access-control")}
+
+    assert ask(()) == {}
+    assert ask(("https://page.example",))["access-control-allow-origin"] == "https://page.example"
+    assert "access-control-allow-origin" not in ask(("https://other.example",))

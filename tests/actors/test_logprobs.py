@@ -21,6 +21,7 @@ from actors.events import Event
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
+from actors.gateway.body import BodyReader
 from actors.gateway.gateway import Gateway
 from actors.logprobs import LogprobWriter, token_bytes, token_text
 from model.backbone import Backbone, load_backbone
@@ -69,7 +70,9 @@ def with_client(backend: EngineBackend, talk: Callable[[openai.AsyncOpenAI], Awa
     """Run `talk` with the real client of a gateway over the backend, without a network between them."""
 
     async def main() -> Any:
-        transport = ASGITransport(create_app(Gateway(backend, Access(()), Admission(4))), client=("127.0.0.1", 5))
+        transport = ASGITransport(
+            create_app(Gateway(backend, Access(()), Admission(4), BodyReader(10_000, 5))), client=("127.0.0.1", 5)
+        )
         async with httpx.AsyncClient(transport=transport) as http:
             return await talk(openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http))
 

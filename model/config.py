@@ -51,12 +51,12 @@ class BlockDiffusionConfig:
 
     def __post_init__(self) -> None:
         where = f"{CONFIG_KEY} in config.json"
-        for name in ("block_size", "mask_token_id", "sub_block_size"):
+        for name in ("block_size", "mask_token_id", "sub_block_size", "trained_context_length"):
             value = getattr(self, name)
-            _check(
-                isinstance(value, int) and not isinstance(value, bool),
-                f"{where}: {name} must be a whole number, not {value!r}.",
-            )
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            optional = value is None and name == "trained_context_length"
+            _check(whole or optional, f"{where}: {name} must be a whole number, not {value!r}.")
+        _check(isinstance(self.token_shift, bool), f"{where}: token_shift must be true or false.")
         _check(self.block_size >= 1, f"{where}: block_size must be at least 1, not {self.block_size}.")
         _check(self.mask_token_id >= 0, f"{where}: mask_token_id must not be negative, not {self.mask_token_id}.")
         _check(self.method in METHODS, f"{where}: method {self.method!r} is not known; known: {', '.join(METHODS)}.")
@@ -129,7 +129,7 @@ class DecodeConfig:
         """Steps from one forward of the whole block to the next, at most."""
         if self.refresh.startswith("every:"):
             count = self.refresh.removeprefix("every:")
-            return int(count) if count.isdecimal() and len(count) < 7 else 0
+            return int(count) if count.isascii() and count.isdecimal() and len(count) < 7 else 0
         return {"always": 1, "sub_block": NEVER}.get(self.refresh, 0)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -87,19 +88,23 @@ def _compile(architecture: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
         part = Path(folder) / target.name
-        command = [compiler, *FLAGS, architecture, str(SOURCES / "kernels.cpp"), "-o", str(part)]
+        command = [*compiler, *FLAGS, architecture, str(SOURCES / "kernels.cpp"), "-o", str(part)]
         log.info("Compiling the decoding kernels, once for this machine (some 15 seconds).")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not part.is_file():
-            raise BuildError(f"The decoding kernels do not compile with {compiler} ({_first_error(done.stderr)})")
+            raise BuildError(
+                f"The decoding kernels do not compile with {shlex.join(compiler)} ({_first_error(done.stderr)})"
+            )
         with part.open("ab") as file:
             file.write(target.stem.encode())  # behind the library's last section, for `_is_whole`
         os.replace(part, target)
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
+    """The words that begin a call of the compiler; CXX may hold several ("ccache g++")."""
     wanted = os.environ.get("CXX")
-    found = next((path for name in ((wanted,) if wanted else COMPILERS) if (path := shutil.which(name))), None)
+    choices = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
+    found = next((words for words in choices if words and shutil.which(words[0])), None)
     if found is None:
         looked = f"the compiler that CXX names, {wanted}," if wanted else "a C++ compiler (g++, c++ or clang++)"
         raise BuildError(f"The decoding kernels need {looked} and none was found")

@@ -166,8 +166,9 @@ class FusedForward:
         keys, values = self._cache_pointers(key_cache, value_cache)
         layout = make_layout(pieces, page_table, page_size, key_cache[0].shape[0], tokens, where)
         ids, positions, read = ids.contiguous(), positions.contiguous(), read.contiguous()
-        if any(t.dtype != torch.int64 for t in (ids, positions, read)):
-            raise ValueError(f"ids, positions and read must be int64: {ids.dtype}, {positions.dtype}, {read.dtype}")
+        if any(t.dtype != torch.int64 or t.device.type != "cpu" for t in (ids, positions, read)):
+            given = ", ".join(f"{t.dtype} on {t.device}" for t in (ids, positions, read))
+            raise ValueError(f"ids, positions and read must be int64 on the CPU, not {given}")
         logits = torch.empty((count, self._sizes.vocab), dtype=torch.float32)
         call = _Call(
             layout=layout,

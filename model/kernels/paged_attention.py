@@ -41,8 +41,11 @@ def make_layout(
 ) -> Layout:
     """Raises ValueError for tensors that are not contiguous int64 of the right shape."""
     for name, tensor in (("pieces", pieces), ("page_table", page_table), ("where", where)):
-        if tensor is not None and (tensor.dtype != torch.int64 or not tensor.is_contiguous()):
-            raise ValueError(f"{name} must be contiguous int64, not {tensor.dtype} with strides {tensor.stride()}")
+        if tensor is not None and not (
+            tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.device.type == "cpu"
+        ):
+            given = f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+            raise ValueError(f"{name} must be contiguous int64 on the CPU, not {given}")
     if pieces.dim() != 2 or pieces.shape[1] != PIECE_FIELDS:
         raise ValueError(f"pieces must be [P, {PIECE_FIELDS}], not {list(pieces.shape)}")
     if page_size < 1:
@@ -125,7 +128,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor) -> None:
         )
     if any(t.device.type != "cpu" for t in (query, keys, values)):
         raise ValueError("query, keys and values must be on the CPU")
-    if keys.shape != values.shape or keys.shape[2] != query.shape[2] or query.shape[1] % keys.shape[1]:
+    fits = keys.shape == values.shape and keys.shape[2] == query.shape[2]
+    if not fits or keys.shape[1] < 1 or query.shape[1] % keys.shape[1]:
         raise ValueError(f"shapes do not fit: {list(query.shape)}, {list(keys.shape)}, {list(values.shape)}")
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous")

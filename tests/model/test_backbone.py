@@ -124,6 +124,11 @@ def test_pickled_weights_alone_are_refused(copy: Path) -> None:
         ({"block_size": 8, "mask_token_id": 3, "sub_block_size": 3}, "does not divide block_size 8"),
         ({"block_size": 8, "mask_token_id": 3, "method": "magic"}, "method 'magic' is not known"),
         ({"block_size": "8", "mask_token_id": 3}, "block_size must be a whole number"),
+        (
+            {"block_size": 8, "mask_token_id": 3, "trained_context_length": "64"},
+            "trained_context_length must be a whole",
+        ),
+        ({"block_size": 8, "mask_token_id": 3, "token_shift": 1}, "token_shift must be true or false"),
         ([8, 3], "must be an object"),
     ],
 )

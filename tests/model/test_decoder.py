@@ -319,6 +319,7 @@ OUT_OF_BOUNDS: list[dict[str, Any]] = [
     {"mode": "fastest"},
     {"fused": "always"},
     {"refresh": "every:0"},
+    {"refresh": "every:٣"},
     {"refresh": "never"},
 ]
 

@@ -168,6 +168,13 @@ def stub_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(script))
 
 
+def test_a_compiler_may_be_named_with_its_first_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub_compiler(tmp_path, monkeypatch)
+    monkeypatch.setenv("CXX", f"env {tmp_path / 'compiler'}")  # as in CXX="ccache g++"
+    build.load_library(build.NATIVE)
+    assert list((tmp_path / "kernels").glob("*.so"))
+
+
 @pytest.mark.parametrize("left", [0, 100, 4096, -1])
 def test_a_library_that_was_cut_short_is_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int

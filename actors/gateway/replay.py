@@ -25,6 +25,11 @@ class Replay:
         self._run_tokens = 0
         self._run_text = ""
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The answer's tokens so far."""
+        return tuple(self._tokens)
+
     def begin(self) -> None:
         """A run starts from the first token."""
         self._run_tokens = 0

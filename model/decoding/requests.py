@@ -102,6 +102,8 @@ class GenerationRequest:
     trace: also report every step's reveals (`Outcome.reveals`, the engine's `Canvas` events). follows: id of a request
     with the same prompt, which encodes it for both: several answers to one prompt share its pages.
     logprobs: report each token's log-probability, and those of so many most likely ones (0 to 20); None reports none.
+    answered: the beginning of the answer, decided by an engine that is gone: whole blocks of it are encoded instead of
+    decoded, the rest is decided again, to the same tokens. Not together with logprobs, which would lack.
     """
 
     id: str
@@ -114,6 +116,7 @@ class GenerationRequest:
     trace: bool = False
     follows: str | None = None
     logprobs: int | None = None
+    answered: tuple[int, ...] = ()
 
     @property
     def fused(self) -> str:
@@ -123,6 +126,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         inside = self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS
         _check(inside, f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs!r}.")
+        fresh = not self.answered or (self.logprobs is None and len(self.answered) <= self.max_tokens)
+        _check(fresh, "answered must be within max_tokens, and without logprobs.")
         _check(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens!r}.")
         _check(all(self.stop_strings), "stop must not hold an empty string.")
 
@@ -174,7 +179,7 @@ def check_request(
     length, room = max(len(request.prompt_ids), 1), max_length - max(len(request.prompt_ids), 1)
     startable = bool(request.prompt_ids) or bos_token_id is not None
     _check(startable, "the prompt is empty and the model has no token to start from: send some text.")
-    for token in request.prompt_ids:
+    for token in (*request.prompt_ids, *request.answered):
         inside = 0 <= token < vocab_size
         _check(inside, f"the prompt holds the token id {token}, outside the vocabulary of {vocab_size}.")
     for token, _ in request.sampling.logit_bias:

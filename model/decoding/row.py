@@ -134,6 +134,17 @@ class Row:
         self._stop_ids = request.stop_token_ids | _special_stops(request.stop_strings, tokenizer)
         self._text = TextTracker(tokenizer, request.stop_strings)
         self._logprobs: dict[int, TokenLogprob] = {}  # by position, where the request asks
+        self._take_over(request.answered)
+
+    def _take_over(self, answered: tuple[int, ...]) -> None:
+        """Go on behind the blocks that another engine committed. The last token is decided again, so no row is done."""
+        known = (self.prompt_length + len(answered) - 1) // self.block_size * self.block_size
+        if not answered or known <= self.prompt_length:
+            return
+        self.tokens[self.prompt_length : known] = answered[: known - self.prompt_length]
+        self.state[self.prompt_length : known] = DECIDED
+        self.encode_until = known
+        self._advance()
 
     # ------------------------------------------------------------------------------------------- what is needed next
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.engine import Engine, EngineConfig, generate_all
-from actors.events import Event, Failed, Finished
+from actors.events import Delta, Event, Failed, Finished
 from model.backbone import Backbone
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import UserError
@@ -115,6 +115,29 @@ def test_pages_that_cannot_hold_one_row_are_refused(sharp_backbone: Backbone) ->
 
 
 # ------------------------------------------------------------------------------------------------- the prefix cache
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("length", [1, BLOCK - 1, 2 * BLOCK])
+def test_an_answer_that_another_engine_began_is_continued_with_the_same_tokens(
+    sharp_backbone: Backbone, kind: dict[str, Any], length: int
+) -> None:
+    request = make_request("r", prompt_of(length), 3 * BLOCK, **kind)
+    whole = answer(sharp_backbone, request)
+    engine = Engine(sharp_backbone, EngineConfig(max_rows=1))
+    for known in (1, BLOCK - 1, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 3, 3 * BLOCK):
+        taken_over = replace(request, answered=whole.token_ids[:known])
+        heard: list[Event] = []
+        engine.submit(taken_over, heard.append)
+        engine.run_until_idle()
+        (finished,) = (event.result for event in heard if isinstance(event, Finished))
+        assert (finished.token_ids, finished.text) == (whole.token_ids, whole.text), known
+        deltas = [event for event in heard if isinstance(event, Delta)]
+        assert "".join(delta.text for delta in deltas) == whole.text, "what is known is told again"
+        if known > 2 * BLOCK + 1:
+            assert finished.forwards["denoise"] + finished.forwards["commit"] < sum(
+                whole.forwards[phase] for phase in ("denoise", "commit")
+            )
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("length", [BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 3, 5 * BLOCK + 1])
 def test_a_known_prefix_is_not_encoded_again_and_changes_no_token(

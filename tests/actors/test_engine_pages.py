@@ -219,6 +219,7 @@ def test_a_failed_row_s_pages_are_not_found() -> None:
     assert pool.cached == 3, "blocks at 0 and 8 of the prompt and the one at 16 that was committed"
 
 
+@pytest.mark.slow
 # ------------------------------------------------------------------------------------------------- under fire
 @pytest.mark.parametrize("seed", range(2))
 def test_two_thousand_random_submits_and_aborts_leave_every_page_free(seed: int) -> None:

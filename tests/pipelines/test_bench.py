@@ -102,6 +102,7 @@ def test_the_reference_form_is_the_published_loss_written_out(tiny_model: Path, 
     assert float((gradients[0] - gradients[1]).abs().max()) <= 1e-6 * float(gradients[1].abs().max())
 
 
+@pytest.mark.slow
 # ------------------------------------------------------------------------------------------------- attention
 def test_attention_is_measured_by_length_with_peak_memory(tmp_path: Path) -> None:
     content = bench(

@@ -43,6 +43,7 @@ def test_the_demo_adapts_assesses_serves_and_answers_one_question(
     assert (output / "assess" / "report.md").is_file() and (output / "loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_demo_of_a_model_that_is_not_there_ends_with_the_jobs_exit_code(project: Path, tmp_path: Path) -> None:
     done = demo(project, "--model", str(tmp_path / "nothing"), "--output", str(tmp_path / "out"))
     assert done.returncode == 2

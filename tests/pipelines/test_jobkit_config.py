@@ -291,6 +291,7 @@ def test_a_defect_keeps_its_traceback() -> None:
         main("stand_in", StandInConfig, lambda config: {"x": 1 / 0}, argv=["--output", "unused"])
 
 
+@pytest.mark.slow
 def test_a_user_error_inside_a_ray_task_is_the_users_one_sentence(
     local_ray: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

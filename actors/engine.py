@@ -23,6 +23,7 @@ from actors.calibration import measure_costs, rows_that_fit
 from actors.engine_stats import Counters, EngineStats
 from actors.events import Canvas, Delta, Event, Failed, Finished, Listener
 from actors.scheduler import Demand, Planner, Queue, plan_round
+from actors.timeline import Timelines, now_ns
 from model.backbone import Backbone
 from model.decoding import (
     Decoder,
@@ -100,6 +101,7 @@ class Engine:
         self._rows: dict[str, Row] = {}  # running, in order of admission
         self._waiting_rows: dict[str, Row] = {}  # of those who wait: made, or preempted
         self._counters = Counters()
+        self._timelines = Timelines()
         self._chooser: ModeChooser | None = None  # made when the first "auto" request comes
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -125,6 +127,7 @@ class Engine:
             if request.follows not in self._requests:  # only who came before: else two could wait for each other
                 request = replace(request, follows=None)
             self._requests[request.id] = (request, listener)
+            self._timelines.queued(request.id)
             self._arrivals.append(request.id)
             self._lock.notify_all()
 
@@ -144,8 +147,10 @@ class Engine:
                 running=len(self._rows),
                 waiting=len(self._requests) - len(self._rows),
                 rounds=counters.rounds,
+                rounds_by_mix=dict(counters.rounds_by_mix),
                 forwards=dict(counters.forwards),
                 query_tokens=counters.query_tokens,
+                query_tokens_by_phase=dict(counters.query_tokens_by_phase),
                 committed_tokens=counters.committed_tokens,
                 pages_used=pool.used,
                 pages_cached=pool.cached,
@@ -162,7 +167,7 @@ class Engine:
         """A round, or `rounds_per_visit` of them while no row ends; False when there was nothing to do."""
         self._receive()
         for number in range(self.config.rounds_per_visit):
-            started = time.monotonic()
+            started, began_ns = time.monotonic(), now_ns()
             turns = self._schedule()
             if not turns:
                 self._check_idle()
@@ -170,6 +175,7 @@ class Engine:
             forwarded = time.monotonic()
             outcomes = self._forward(turns)
             forward_s = time.monotonic() - forwarded
+            self._timelines.round(outcomes, began_ns)
             for outcome in outcomes:
                 self._publish(outcome)
             self.progress_at = time.monotonic()
@@ -236,7 +242,7 @@ class Engine:
             self._arrivals.clear()
             self._queue = Queue()
         for request_id, listener in listeners:
-            listener(Failed(request_id, message, elsewhere=True))
+            listener(Failed(request_id, message, elsewhere=True, timeline=self._timelines.end(request_id)))
 
     # ------------------------------------------------------------------------------------------- the four verbs
     def _receive(self) -> None:
@@ -275,6 +281,7 @@ class Engine:
         self._queue.leave(request_id)
         self.decoder.admit(row)
         self._rows[request_id] = self._waiting_rows.pop(request_id)
+        self._timelines.begun(row)
         return True
 
     def _in_one_mode(self, request_id: str) -> GenerationRequest | None:
@@ -340,6 +347,7 @@ class Engine:
             self.decoder.preempt(row)
             self._queue.join_first(request_id)
             self._counters.preemptions += 1
+            self._timelines.preempted(request_id)
 
     def _forward(self, turns: list[Turn]) -> list[Outcome]:
         try:
@@ -366,7 +374,8 @@ class Engine:
                 self._chooser.learn(result.completion_tokens, result.forwards["denoise"] + result.forwards["commit"])
             self._end(request.id, Finished(result), listener)
 
-    def _end(self, request_id: str, event: Event, listener: Listener) -> None:
+    def _end(self, request_id: str, event: Finished | Failed, listener: Listener) -> None:
+        event = replace(event, timeline=self._timelines.end(request_id))
         with self._lock:
             self._forget(request_id)
         listener(event)
@@ -375,6 +384,7 @@ class Engine:
         """Free whatever a request holds; the lock is held."""
         self._requests.pop(request_id, None)
         self._waiting_rows.pop(request_id, None)
+        self._timelines.forget(request_id)
         if request_id in self._queue:
             self._queue.leave(request_id)
         if request_id in self._rows:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from model.decoding import Outcome, Phase, Turn
+
+PHASES = tuple(phase.value for phase in Phase if phase is not Phase.DONE)
+
+
+def mix_of(phases: Iterable[str]) -> str:
+    """The name of a round by the phases of its rows: "denoise", "prefill+denoise", ..."""
+    present = set(phases)
+    return "+".join(phase for phase in PHASES if phase in present)
+
+
+MIXES = tuple(mix_of(some) for size in range(1, len(PHASES) + 1) for some in combinations(PHASES, size))
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment of the engine. forwards: row-forwards by phase; prefix_hits: pages found in the prefix cache;
-    preemptions: rows that lost their pages; pages_cached count as free. Sums and seconds are since the start; forward_s
-    is the part of round_s that packing, the model's forwards and the choices took, model_s the model's forwards alone.
+    """A moment of the engine. forwards: row-forwards by phase; rounds_by_mix: rounds by the phases of their rows (see
+    `mix_of`); prefix_hits: pages found in the prefix cache; preemptions: rows that lost their pages; pages_cached count
+    as free. Sums and seconds are since the start; forward_s is the part of round_s that packing, the model's forwards
+    and the choices took, model_s the model's forwards alone.
     """
 
     running: int
     waiting: int
     rounds: int
+    rounds_by_mix: dict[str, int]
     forwards: dict[str, int]
     query_tokens: int
+    query_tokens_by_phase: dict[str, int]
     committed_tokens: int
     pages_used: int
     pages_cached: int
@@ -41,15 +56,19 @@ class Counters:
     preemptions: int = 0
     round_s: float = 0.0
     forward_s: float = 0.0
-    forwards: dict[str, int] = field(default_factory=lambda: {p.value: 0 for p in Phase if p is not Phase.DONE})
+    forwards: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    query_tokens_by_phase: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    rounds_by_mix: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MIXES, 0))
 
     def count(self, turns: Sequence[Turn], outcomes: Sequence[Outcome], round_s: float, forward_s: float) -> None:
         """A round has ended."""
         self.rounds += 1
+        self.rounds_by_mix[mix_of(outcome.phase.value for outcome in outcomes)] += 1
         self.round_s += round_s
         self.forward_s += forward_s
         for turn, outcome in zip(turns, outcomes, strict=True):
             self.forwards[outcome.phase.value] += 1
             self.query_tokens += len(turn.query)
+            self.query_tokens_by_phase[outcome.phase.value] += len(turn.query)
             if outcome.error is None and turn.query.phase is Phase.COMMIT:
                 self.committed_tokens += turn.query.keep - turn.query.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from actors.timeline import Timeline
 from model.decoding import GenerationResult, Reveal, TokenLogprob
 
 
@@ -32,9 +33,10 @@ class Canvas:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request that ran to its end."""
+    """The last event of a request that ran to its end. timeline: when what happened in the engine."""
 
     result: GenerationResult
+    timeline: Timeline | None = None
 
     @property
     def id(self) -> str:
@@ -51,6 +53,7 @@ class Failed:
     id: str
     message: str
     elsewhere: bool = False
+    timeline: Timeline | None = None
 
 
 Event = Delta | Canvas | Finished | Failed

@@ -15,9 +15,11 @@ import torch
 
 from actors.card import model_card
 from actors.engine import Engine, EngineConfig, generate_all
+from actors.engine_observer import EngineObserver
 from actors.engine_stats import EngineStats
 from actors.events import Event, Failed, Finished
 from actors.gateway.backend import Served
+from actors.gateway.exposition import Told
 from actors.leases import Leases
 from actors.protocol import check_default
 from actors.serve_args import ServeArgs
@@ -63,14 +65,17 @@ class EngineReplica:
         self._served = Served(card, check_default(decode, backbone.block_diffusion), created=int(time.time()))
         self._engine = Engine(backbone, EngineConfig(**args.engine.model_dump()))
         prove(self._engine, backbone, self._served)
+        self._observer = EngineObserver(self._engine, model=card.name, tracing=args.tracing)
         self._engine.start()
         self._stall_s = args.stall_s
         self._leases = Leases()
 
-    async def generate(self, request: GenerationRequest, gateway: str) -> AsyncIterator[Events]:
+    async def generate(
+        self, request: GenerationRequest, gateway: str, traceparent: str | None = None
+    ) -> AsyncIterator[Events]:
         """The request's events as they come, several together when they came together; leaving early aborts the row.
 
-        gateway: who asks, and renews its lease on the request.
+        gateway: who asks, and renews its lease on the request. traceparent: of its span, where it is traced.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -92,6 +97,7 @@ class EngineReplica:
             while not ended:
                 events = await self._next(queue, request.id)
                 ended = isinstance(events[-1], Finished | Failed)
+                self._observer.hear(events[-1], traceparent)
                 yield events
         finally:
             self._leases.close(request.id)
@@ -136,6 +142,9 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    async def metrics(self) -> Told:
+        return self._observer.told()
+
     async def ready(self) -> bool:
         """A replica exists only after a token was generated; what is left to ask is whether it goes on."""
         self.check_health()
@@ -151,6 +160,8 @@ class EngineReplica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.stop()
+        if hasattr(self, "_observer"):
+            self._observer.close()
 
 
 def prove(engine: Engine, backbone: Backbone, served: Served) -> None:

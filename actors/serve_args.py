@@ -63,6 +63,14 @@ class EngineArgs(Args):
     prefix_cache: bool = Field(True, description="whether a prompt's known beginning is found in the cache")
 
 
+class TracingArgs(Args):
+    """OpenTelemetry spans of requests."""
+
+    exporter: Literal["none", "otlp", "console"] = Field("none", description="otlp: over HTTP; console: to stdout")
+    endpoint: str | None = Field(None, description="of otlp, with its path; absent: OTEL_EXPORTER_OTLP_* or localhost")
+    sampling_ratio: float = Field(0.01, ge=0, le=1, description="share of requests traced where no traceparent decides")
+
+
 class ServeArgs(Args):
     """`args` of the application in serve.yaml."""
 
@@ -83,6 +91,8 @@ class ServeArgs(Args):
     max_requests_per_key: int | None = Field(None, ge=1, description="open requests of one API key; absent: no bound")
     cors_origins: tuple[str, ...] = Field((), description="web origins whose pages may call the API from a browser")
     api_keys_file: str | None = Field(None, description=f"keys, one a line; absent: {KEYS_VARIABLE}, or loopback")
+    log_format: Literal["json", "text"] = Field("text", description="of the lines in Serve's log files")
+    tracing: TracingArgs = TracingArgs()
     stall_s: float = Field(
         5, gt=0, description="an engine without a finished round for so long, and 3 of its longest rounds, is replaced"
     )

@@ -14,11 +14,16 @@ from ray.serve.handle import DeploymentHandle
 from actors.access import Access, load_key_hashes
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
+from actors.gateway.asking import ask_all
 from actors.gateway.body import BodyReader
+from actors.gateway.exposition import Scrape, Told
 from actors.gateway.gateway import Gateway
-from actors.gateway.replicas import ReplicaBackend
+from actors.gateway.observing import make_observer
+from actors.gateway.replicas import METRICS_TIMEOUT_S, ReplicaBackend
+from actors.logs import logging_config
 from actors.replica import EngineReplica
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
+from actors.tracing import check_tracing
 from model.errors import UserError
 
 HEALTH_PERIOD_S = 1.0
@@ -30,26 +35,41 @@ class GatewayDeployment:
     """The HTTP side as a deployment; the FastAPI application is made where the replica runs."""
 
     def __init__(self, engine: DeploymentHandle[Any], args: ServeArgs, key_hashes: tuple[str, ...]) -> None:
+        backend = ReplicaBackend(engine)
+        admission = Admission(args.requests_at_once, args.max_requests_per_key)
         self._gateway = Gateway(
-            backend=ReplicaBackend(engine),
+            backend=backend,
             access=Access(key_hashes),
-            admission=Admission(args.requests_at_once, args.max_requests_per_key),
+            admission=admission,
             bodies=BodyReader(args.max_body_bytes, args.body_timeout_s),
+            observer=make_observer(args, backend, admission, ask_gateways),
             deadline_s=args.deadline_s,
         )
         self._cors_origins = args.cors_origins
+
+    async def metrics(self) -> Told:
+        """For another gateway, which was asked for the metrics of all."""
+        return self._gateway.observer.metrics.told()
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._gateway, cors_origins=self._cors_origins)
 
 
+async def ask_gateways() -> Scrape:
+    """The families of every gateway of this application, as one of them sees it."""
+    handle = serve.get_deployment_handle(GATEWAY, serve.get_replica_context().app_name)
+    return await ask_all(handle, "metrics", METRICS_TIMEOUT_S)
+
+
 def build(args: ServeArgs) -> Application:
     """The application from the `args` of serve.yaml. Keys are read here, once; only their hashes travel on."""
+    check_tracing(args.tracing)
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_timeout_s": args.drain_s,
         "graceful_shutdown_wait_loop_s": min(2.0, args.drain_s),
+        "logging_config": logging_config(args.log_format),
         # More requests than the gateway admits must reach it, or Serve would answer in its own words instead of a 429.
         "max_ongoing_requests": args.requests_at_once + BODIES_AT_ONCE,
     }

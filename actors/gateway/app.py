@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -56,6 +56,12 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
         served = await gateway.backend.served()
         check_model({"model": name}, served.card.name)
         return _model_entry(served)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        gateway.check_access(request)
+        body, content_type = await gateway.observer.scrape(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

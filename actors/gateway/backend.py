@@ -8,6 +8,7 @@ from typing import Protocol
 
 from actors.card import ModelCard
 from actors.events import Event
+from actors.gateway.exposition import Scrape
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest
 from model.errors import JobError
@@ -27,12 +28,19 @@ class Served:
 
 
 class Backend(Protocol):
-    """Where requests run. `generate` yields events up to one Finished or Failed; raises UserError or JobError."""
+    """Where requests run. `generate` yields events up to one Finished or Failed; raises UserError or JobError.
+
+    traceparent: of the request's span, where it is traced. retries: runs begun again on another engine.
+    """
+
+    retries: int
 
     async def served(self) -> Served: ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]: ...
+    def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]: ...
 
     async def abort(self, request_id: str) -> None: ...
 
     async def ready(self) -> bool: ...
+
+    async def metrics(self) -> Scrape: ...

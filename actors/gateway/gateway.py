@@ -7,8 +7,6 @@ event is awaited before a status is sent, so what the engine refuses is still an
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -27,6 +25,7 @@ from actors.fields import RequestError
 from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
+from actors.gateway.record import Observer, RequestRecord
 from actors.gateway.streams import EventStream, Shape, raise_failure, result_of, stream_events
 from actors.logprobs import Logprobs, LogprobWriter, Tokens
 from actors.protocol import Call, Kind, parse_call, parse_tokenize
@@ -35,7 +34,6 @@ from model.errors import UserError
 
 DEADLINE_HEADER = "X-Deadline-S"
 T = TypeVar("T")
-log = logging.getLogger("ray.serve.blockcast")
 
 
 @dataclass
@@ -49,14 +47,20 @@ class Gateway:
     access: Access
     admission: Admission
     bodies: BodyReader
+    observer: Observer
     deadline_s: float = 600.0
     # Tokenizers are not made for several threads at once, and a long prompt must not stop the event loop.
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def answer(self, http: Request, kind: Kind) -> Response:
-        """One request from its bytes to its response."""
+        """One request from its bytes to its response, on the record."""
+        record = self.observer.begin(http.headers, kind)
+        return await self.observer.watch(record, self._answer(http, kind, record))
+
+    async def _answer(self, http: Request, kind: Kind, record: RequestRecord) -> Response:
         key = self.check_access(http)
+        record.known_as(key)
         fields = await self.bodies.fields(http)
         seconds = self._seconds(http.headers.get(DEADLINE_HEADER))
         deadline = asyncio.get_running_loop().time() + seconds
@@ -66,7 +70,8 @@ class Gateway:
         run = Run(self, key, seconds, deadline)
         begun = False
         try:
-            call = await self._parse(fields, kind, served)
+            call = await self._parse(fields, kind, served, record.id)
+            record.called(call)
             reply = Reply(
                 id=call.request.id,
                 created=int(time.time()),
@@ -76,7 +81,7 @@ class Gateway:
                 include_usage=call.include_usage,
             )
             shape = self._logprobs_of(call, kind, served)
-            events = await run.begin(call)
+            events = record.overhear(await run.begin(call, record.traceparent))
             if call.stream:
                 begun = True
                 return EventStream(stream_events(reply, events, shape), run.close)
@@ -120,8 +125,7 @@ class Gateway:
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    async def _parse(self, fields: Mapping[str, Any], kind: Kind, served: Served) -> Call:
-        request_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+    async def _parse(self, fields: Mapping[str, Any], kind: Kind, served: Served, request_id: str) -> Call:
         parse = partial(
             parse_call,
             fields,
@@ -166,18 +170,17 @@ class Run:
     call: Call | None = None
     ended: bool = True  # no row is left behind
     closed: bool = False
-    started: float = field(default_factory=time.monotonic)
 
-    async def begin(self, call: Call) -> AsyncIterator[Event]:
+    async def begin(self, call: Call, traceparent: str | None = None) -> AsyncIterator[Event]:
         """Wait for the first event; raises what the backend refuses before anything is sent."""
         self.call, self.ended = call, False
-        events = self._events(call)
+        events = self._events(call, traceparent)
         first = await anext(events)
         raise_failure(first)
         return _chained(first, events)
 
-    async def _events(self, call: Call) -> AsyncIterator[Event]:
-        async with aclosing(self.gateway.backend.generate(call.request)) as events:
+    async def _events(self, call: Call, traceparent: str | None) -> AsyncIterator[Event]:
+        async with aclosing(self.gateway.backend.generate(call.request, traceparent)) as events:
             while not self.ended:
                 try:
                     async with asyncio.timeout_at(self.deadline):
@@ -199,14 +202,8 @@ class Run:
             return
         self.closed = True
         self.gateway.admission.leave(self.key)
-        if self.call is None:
-            return
-        if not self.ended:
+        if self.call is not None and not self.ended:
             self.gateway.abort(self.call.request.id)
-        how = "ended" if self.ended else "aborted"
-        seconds = time.monotonic() - self.started
-        request, user = self.call.request, json.dumps(self.call.user)
-        log.info(f"{request.id} {how} after {seconds:.3f} s, prompt {len(request.prompt_ids)} tokens, user {user}")
 
 
 async def _chained(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Event]:

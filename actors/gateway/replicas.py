@@ -21,7 +21,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.events import Event, Failed
+from actors.gateway.asking import ask_all
 from actors.gateway.backend import Served, Unavailable
+from actors.gateway.exposition import Scrape
 from actors.gateway.replay import Replay
 from actors.replica import Refused
 from model.decoding import GenerationRequest
@@ -29,6 +31,7 @@ from model.errors import JobError, UserError
 
 RETRY_PAUSES_S = (0.1, 0.5, 1, 2, 2, 2, 2, 4, 4, 4)  # long enough for a crashed engine's replica to be replaced
 RENEW_S = 1.0
+METRICS_TIMEOUT_S = 2.0
 GONE = "No engine could finish this request: send it again in a moment."
 log = logging.getLogger("ray.serve.blockcast")
 
@@ -46,13 +49,14 @@ class ReplicaBackend:
         self._name = uuid.uuid4().hex
         self._wanted: dict[str, str] = {}  # request id -> id of its present run
         self._renewing: asyncio.Task[None] | None = None
+        self.retries = 0
 
     async def served(self) -> Served:
         if self._served is None:
             self._served = await self._ask("served")
         return self._served
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
         """Events as if one engine had run the request from beginning to end, whichever engines did."""
         replay = Replay(request.id)
         try:
@@ -62,7 +66,7 @@ class ReplicaBackend:
                 self._keep_leases()
                 replay.begin()
                 try:
-                    async with aclosing(self._run(run)) as events:
+                    async with aclosing(self._run(run, traceparent)) as events:
                         async for event in events:
                             passed = replay.pass_on(event)
                             if passed is not None:
@@ -72,13 +76,15 @@ class ReplicaBackend:
                     log.warning(f"{run.id} lost its engine ({gone}): run {attempt + 1} begins")
                     if attempt == len(RETRY_PAUSES_S):
                         raise Unavailable(GONE) from gone
+                    self.retries += 1
                     await asyncio.sleep(RETRY_PAUSES_S[attempt])
         finally:
             self._wanted.pop(request.id, None)
 
-    async def _run(self, run: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def _run(self, run: GenerationRequest, traceparent: str | None) -> AsyncGenerator[Event, None]:
         """One run on one engine. Raises _EngineGone where another one may still answer."""
-        responses: Any = self._handle.options(stream=True, method_name="generate").remote(run, self._name)
+        generate = self._handle.options(stream=True, method_name="generate")
+        responses: Any = generate.remote(run, self._name, traceparent)
         try:
             async for events in responses:
                 for event in events:
@@ -100,6 +106,9 @@ class ReplicaBackend:
 
     async def ready(self) -> bool:
         return bool(await self._ask("ready"))
+
+    async def metrics(self) -> Scrape:
+        return await ask_all(self._handle, "metrics", METRICS_TIMEOUT_S)
 
     def _keep_leases(self) -> None:
         if self._renewing is None or self._renewing.done():

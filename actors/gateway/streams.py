@@ -24,13 +24,18 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._close = close
+        self._closing = [close]
+
+    def then(self, close: Callable[[], None]) -> None:
+        """Run this too, after what runs at the end already."""
+        self._closing.append(close)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
+            for close in self._closing:
+                close()
 
 
 async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape) -> AsyncIterator[str]:
@@ -66,6 +71,11 @@ def error_sent(error: UserError | JobError) -> tuple[int, dict[str, Any]]:
     return status, error_body(str(error), status)
 
 
+def failure_of(event: Failed) -> JobError:
+    """What a failed run is to the client."""
+    return (Unavailable if event.elsewhere else JobError)(event.message)
+
+
 def raise_failure(event: Event) -> None:
     if isinstance(event, Failed):
-        raise (Unavailable if event.elsewhere else JobError)(event.message)
+        raise failure_of(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -17,7 +17,10 @@ from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
 from actors.gateway.body import BodyReader
+from actors.gateway.exposition import Scrape
 from actors.gateway.gateway import Gateway
+from actors.gateway.observing import make_observer
+from actors.serve_args import ServeArgs
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import JobError, UserError
@@ -43,11 +46,12 @@ class ScriptedBackend:
         self.script, self.is_ready = script, ready
         self.aborted: list[str] = []
         self.running: list[str] = []
+        self.retries = 0
 
     async def served(self) -> Served:
         return Served(CARD, DecodeConfig(), created=0)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
         self.running.append(request.id)
         for step in self.script:
             if isinstance(step, Exception):
@@ -64,6 +68,9 @@ class ScriptedBackend:
             raise JobError("no engine")
         return True
 
+    async def metrics(self) -> Scrape:
+        return Scrape()
+
 
 def with_client(
     backend: ScriptedBackend,
@@ -75,11 +82,17 @@ def with_client(
     deadline_s: float = 60,
     cors_origins: tuple[str, ...] = (),
     address: str = "127.0.0.1",
+    log_format: str = "json",
 ) -> Any:
     """Run `talk` with a client of a gateway over the backend."""
 
     async def main() -> Any:
-        gateway = Gateway(backend, Access(keys), Admission(limit, per_key), BodyReader(1000, 5), deadline_s)
+        args, admission = (
+            ServeArgs.model_validate({"model": "tiny", "log_format": log_format}),
+            Admission(limit, per_key),
+        )
+        observer = make_observer(args, backend, admission)
+        gateway = Gateway(backend, Access(keys), admission, BodyReader(1000, 5), observer, deadline_s)
         app = create_app(gateway, cors_origins=cors_origins)
         transport = ASGITransport(app, client=(address, 5), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

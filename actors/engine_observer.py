@@ -6,7 +6,7 @@ import logging
 
 from actors.engine import Engine
 from actors.engine_metrics import EngineMetrics
-from actors.events import Event, Failed, Finished
+from actors.events import Failed, Finished
 from actors.gateway.exposition import Told
 from actors.logs import join_serve_log
 from actors.place import replica_name
@@ -25,7 +25,7 @@ class EngineObserver:
         self._tracer = make_tracer(tracing, part=REPLICA, replica=replica)
         join_serve_log()
 
-    def hear(self, event: Event, traceparent: str | None) -> None:
+    def hear(self, event: object, traceparent: str | None) -> None:
         """Count, trace and log what has ended. traceparent: of the gateway's span, where the request is traced."""
         if not isinstance(event, Finished | Failed):
             return

@@ -15,7 +15,7 @@ from actors.access import Access
 from actors.events import Event
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
-from actors.gateway.backend import Served
+from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
 from actors.gateway.exposition import Scrape
 from actors.gateway.gateway import Gateway
@@ -54,14 +54,27 @@ class DirectBackend:
         return Scrape(tuple([await replica.metrics() for replica in self.replicas]), self.silent)
 
 
+def gateway_over(
+    backend: Backend,
+    *,
+    keys: tuple[str, ...] = (),
+    admission: Admission | None = None,
+    bodies: BodyReader | None = None,
+    deadline_s: float = 600.0,
+    **args: Any,
+) -> Gateway:
+    """A gateway over any backend; args: of ServeArgs, for what it observes with."""
+    admission = admission or Admission(8)
+    observer = make_observer(ServeArgs.model_validate({"model": "tiny", **args}), backend, admission)
+    return Gateway(backend, Access(keys), admission, bodies or BodyReader(2**20, 30), observer, deadline_s)
+
+
 def direct_app(model: Path, *, keys: tuple[str, ...] = (), **args: Any) -> tuple[FastAPI, Gateway]:
     """The application over one engine replica with a few rows; args: of ServeArgs."""
     serve_args = ServeArgs.model_validate(
         {"model": str(model), "served_name": "tiny", "engine": {"max_rows": 4}, "max_queue": 8, **args}
     )
-    backend, admission = DirectBackend(EngineReplica(serve_args)), Admission(serve_args.requests_at_once)
-    observer = make_observer(serve_args, backend, admission)
-    gateway = Gateway(backend, Access(keys), admission, BodyReader(2**20, 30), observer)
+    gateway = gateway_over(DirectBackend(EngineReplica(serve_args)), keys=keys)
     return create_app(gateway), gateway
 
 

@@ -11,20 +11,17 @@ import httpx
 import pytest
 from httpx import ASGITransport
 
-from actors.access import Access
 from actors.events import Delta, Event, Failed, Finished
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
 from actors.gateway.body import BodyReader
 from actors.gateway.exposition import Scrape
-from actors.gateway.gateway import Gateway
-from actors.gateway.observing import make_observer
-from actors.serve_args import ServeArgs
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import JobError, UserError
 from tests.actors.test_protocol import CARD
+from tests.direct import gateway_over
 
 PROMPT = {"model": "tiny", "prompt": "Hi"}
 RESULT = GenerationResult(
@@ -87,12 +84,14 @@ def with_client(
     """Run `talk` with a client of a gateway over the backend."""
 
     async def main() -> Any:
-        args, admission = (
-            ServeArgs.model_validate({"model": "tiny", "log_format": log_format}),
-            Admission(limit, per_key),
+        gateway = gateway_over(
+            backend,
+            keys=keys,
+            admission=Admission(limit, per_key),
+            bodies=BodyReader(1000, 5),
+            deadline_s=deadline_s,
+            log_format=log_format,
         )
-        observer = make_observer(args, backend, admission)
-        gateway = Gateway(backend, Access(keys), admission, BodyReader(1000, 5), observer, deadline_s)
         app = create_app(gateway, cors_origins=cors_origins)
         transport = ASGITransport(app, client=(address, 5), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,18 @@ from httpx import ASGITransport
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from actors.access import Access
 from actors.card import model_card
 from actors.engine import Engine
 from actors.events import Event
-from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
-from actors.gateway.body import BodyReader
-from actors.gateway.gateway import Gateway
+from actors.gateway.exposition import Scrape
 from actors.logprobs import LogprobWriter, token_bytes, token_text
 from model.backbone import Backbone, load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, SamplingParams, TokenLogprob
 from tests.api.successor import ANSWER, build_successor_model, letters_after
+from tests.direct import gateway_over
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -40,12 +38,13 @@ class EngineBackend:
     def __init__(self, backbone: Backbone) -> None:
         self._engine = Engine(backbone)
         self.asked: list[GenerationRequest] = []
+        self.retries = 0
         self._served = Served(model_card(backbone, name="successor"), DecodeConfig(), created=0)
 
     async def served(self) -> Served:
         return self._served
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
         events: list[Event] = []
         self.asked.append(request)
         self._engine.submit(request, events.append)
@@ -59,6 +58,9 @@ class EngineBackend:
     async def ready(self) -> bool:
         return True
 
+    async def metrics(self) -> Scrape:
+        return Scrape()
+
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> EngineBackend:
@@ -70,9 +72,7 @@ def with_client(backend: EngineBackend, talk: Callable[[openai.AsyncOpenAI], Awa
     """Run `talk` with the real client of a gateway over the backend, without a network between them."""
 
     async def main() -> Any:
-        transport = ASGITransport(
-            create_app(Gateway(backend, Access(()), Admission(4), BodyReader(10_000, 5))), client=("127.0.0.1", 5)
-        )
+        transport = ASGITransport(create_app(gateway_over(backend)), client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport) as http:
             return await talk(openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http))
 

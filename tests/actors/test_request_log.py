@@ -170,7 +170,7 @@ def test_neither_prompts_nor_answers_nor_keys_are_in_any_line(caplog: pytest.Log
     answer = [Delta("x", (5,), NONCE), *GOOD]
     for stream in (False, True):
         ask(ScriptedBackend(answer), {**PROMPT, "prompt": NONCE, "stream": stream, "stop": f"{NONCE}!"})
-    for bad in ({"prompt": [NONCE]}, {NONCE: 1}, {"temperature": NONCE}, {"model": NONCE}, {"stop": [NONCE] * 9}):
+    for bad in ({"prompt": [NONCE] * 2}, {NONCE: 1}, {"temperature": NONCE}, {"model": NONCE}, {"stop": [NONCE] * 9}):
         assert ask(ScriptedBackend(GOOD), {**PROMPT, **bad}).status_code in (400, 404)
     ask(ScriptedBackend(GOOD), PROMPT, {"Authorization": f"Bearer {KEY}wrong"})
     ask(ScriptedBackend(GOOD), PROMPT, {"Authorization": KEY})

@@ -9,7 +9,7 @@ from actors.engine_metrics import EngineMetrics
 from actors.events import Failed, Finished
 from actors.gateway.exposition import Told
 from actors.logs import join_serve_log
-from actors.place import replica_name
+from actors.place import OUTSIDE, replica_name
 from actors.serve_args import REPLICA, TracingArgs
 from actors.tracing import make_tracer
 
@@ -23,7 +23,8 @@ class EngineObserver:
         replica = replica_name()
         self._metrics = EngineMetrics(engine, replica=replica, model=model)
         self._tracer = make_tracer(tracing, part=REPLICA, replica=replica)
-        join_serve_log()
+        if replica != OUTSIDE:
+            join_serve_log()
 
     def hear(self, event: object, traceparent: str | None) -> None:
         """Count, trace and log what has ended. traceparent: of the gateway's span, where the request is traced."""

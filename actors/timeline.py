@@ -113,9 +113,9 @@ class Timelines:
 def _note(times: _Open, row: Row, began_ns: int, ended_ns: int) -> None:
     if times.prefilled_ns is None and row.phase is not Phase.PREFILL:
         times.prefilled_ns = ended_ns
-    for steps in row.steps_per_block[len(times.blocks) :]:
+    while len(times.blocks) < len(row.steps_per_block):
         begin_ns = began_ns if times.block_ns is None else times.block_ns
-        times.blocks.append(BlockTime(begin_ns, ended_ns, steps))
+        times.blocks.append(BlockTime(begin_ns, ended_ns, row.steps_per_block[len(times.blocks)]))
         times.block_ns = None
     if row.block_steps and times.block_ns is None:
         times.block_ns = began_ns

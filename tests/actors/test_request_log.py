@@ -11,10 +11,17 @@ import httpx
 import pytest
 
 from actors.access import load_key_hashes
+from actors.engine import Engine
+from actors.engine_observer import EngineObserver
 from actors.events import Delta, Failed
+from actors.gateway.exposition import encode, merge
 from actors.gateway.record import client_id
+from actors.logs import OURS, join_serve_log
+from actors.serve_args import TracingArgs
+from model.backbone import Backbone
 from model.errors import JobError, UserError
 from tests.actors.test_gateway import GOOD, PROMPT, ScriptedBackend, with_client
+from tests.exposition import read, total
 
 KEY = "sesame-open-NONCEKEY"
 KEYS = load_key_hashes(None, {"BLOCKCAST_API_KEYS": KEY})
@@ -194,3 +201,30 @@ def test_neither_prompts_nor_answers_nor_keys_are_in_any_line(caplog: pytest.Log
 )
 def test_a_client_s_id_is_kept_only_if_it_is_short_and_printable(header: str | None, kept: str | None) -> None:
     assert client_id(header) == kept
+
+
+def test_what_an_engine_could_not_finish_has_an_error_line_with_the_request_s_id(
+    caplog: pytest.LogCaptureFixture, sharp_backbone: Backbone
+) -> None:
+    observer = EngineObserver(Engine(sharp_backbone), model="tiny", tracing=TracingArgs())
+    observer.hear(GOOD[0], None)
+    observer.hear(Failed("cmpl-7", "The forward failed: out of memory"), None)
+    (record,) = [record for record in caplog.records if record.name == "ray.serve.blockcast"]
+    assert record.levelno == logging.ERROR and vars(record)["id"] == "cmpl-7"
+    assert "out of memory" in record.getMessage()
+    assert total(read(encode(merge([observer.told()]), "")[0].decode()), "blockcast_engine_failures_total") == 1
+
+
+def test_the_engine_s_own_lines_reach_serve_s_log_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "handle", lambda record: heard.append(record.getMessage()))
+    for name in OURS:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    join_serve_log()
+    join_serve_log()
+    logging.getLogger("actors.engine").warning("a forward failed")
+    logging.getLogger("model.kernels.fused").warning("stays on PyTorch")
+    assert heard == ["a forward failed", "stays on PyTorch"]

@@ -126,6 +126,11 @@ def metrics_of(http: httpx.Client) -> Values:
     return read(response.text)
 
 
+def scrape_with(http: httpx.Client, silent: int) -> Values:
+    """A scrape in which so many replicas were silent: on a busy machine one may be late that is well."""
+    return next(v for v in (metrics_of(http) for _ in range(20)) if total(v, "blockcast_replicas_silent") == silent)
+
+
 def replicas_of(values: Values, name: str) -> set[str]:
     return {dict(labels)["replica"] for n, labels in values if n == name}
 
@@ -133,7 +138,7 @@ def replicas_of(values: Values, name: str) -> set[str]:
 def test_one_scrape_tells_of_both_replicas_and_of_the_gateway(
     http: httpx.Client, answers: list[dict[str, Any]]
 ) -> None:
-    values = metrics_of(http)
+    values = scrape_with(http, silent=0)
     engines = replicas_of(values, "blockcast_rounds_total")
     assert len(engines) == 2 and replicas_of(values, "blockcast_replica_up") == engines
     assert total(values, "blockcast_replica_up") == 2
@@ -156,16 +161,16 @@ def test_a_replica_that_hangs_is_shown_as_down_and_hides_nobody(
     title = f"ray::ServeReplica:{APPLICATION}:{REPLICA}"
     mine = psutil.Process().children(recursive=True)
     hanging = next(process for process in mine if " ".join(process.cmdline()).startswith(title))
-    metrics_of(http)
+    scrape_with(http, silent=0)
     hanging.send_signal(signal.SIGSTOP)
     try:
-        values = metrics_of(http)
+        values = scrape_with(http, silent=1)
     finally:
         hanging.send_signal(signal.SIGCONT)
-    assert total(values, "blockcast_replicas_silent") == 1 and total(values, "blockcast_replica_up") == 1
+    assert total(values, "blockcast_replica_up") == 1
     assert len(replicas_of(values, "blockcast_replica_up")) == 2
     assert len(replicas_of(values, "blockcast_rounds_total")) == 1
-    assert total(metrics_of(http), "blockcast_replica_up") == 2
+    assert total(scrape_with(http, silent=0), "blockcast_replica_up") == 2
 
 
 # ------------------------------------------------------------------------------------------------- logs

@@ -22,7 +22,7 @@ from actors.gateway.metrics import INTERNAL, KINDS, GatewayMetrics, Outcome, Scr
 from actors.gateway.request_log import RequestLog
 from actors.gateway.streams import EventStream, error_sent, failure_of
 from actors.protocol import Call, Kind
-from actors.timeline import now_ns
+from actors.timeline import Timeline, now_ns
 from actors.tracing import RequestSpan, Tracer
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
@@ -80,6 +80,7 @@ class RequestRecord:
         self._error_status = 200
         self.message: str | None = None  # of the engine's failure; what a client did wrong may quote the prompt
         self.first_s: float | None = None
+        self.timeline: Timeline | None = None  # in the engine that ended it
         self._last_delta: float | None = None
         self._began = time.monotonic()
         self._headers = headers
@@ -136,8 +137,9 @@ class RequestRecord:
         if isinstance(event, Delta):
             self._heard_delta()
         elif isinstance(event, Finished):
-            self.result = event.result
+            self.result, self.timeline = event.result, event.timeline
         elif isinstance(event, Failed):
+            self.timeline = event.timeline
             self.fail(failure_of(event))
 
     def _heard_delta(self) -> None:

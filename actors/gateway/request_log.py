@@ -33,7 +33,7 @@ class RequestLog:
 
 def line_of(record: RequestRecord) -> dict[str, Any]:
     """The fields of a request's line; seconds are since its arrival, null is unknown or does not apply."""
-    call, result = record.call, record.result
+    call, result, timeline = record.call, record.result, record.timeline
     return {
         "id": record.id,
         "client_request_id": record.client_id,
@@ -46,11 +46,17 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "error": record.error,
         "error_message": record.message,
-        "seconds": round(record.seconds, 6),
-        "ttft_s": None if record.first_s is None else round(record.first_s, 6),
+        "seconds": _rounded(record.seconds),
+        "queue_s": _rounded(timeline.queue_s if timeline else None),
+        "prefill_s": _rounded(timeline.prefill_s if timeline else None),
+        "ttft_s": _rounded(record.first_s),
         "prompt_tokens": len(call.request.prompt_ids) if call else None,
         "cached_tokens": result.cached_tokens if result else None,
         "completion_tokens": result.completion_tokens if result else None,
         "mode": result.mode if result else None,
         "forwards": dict(result.forwards) if result else None,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -269,6 +269,19 @@ def test_dashboard_and_alerts_ask_only_for_metrics_that_a_real_scrape_has(scrape
     assert missing == [], "every metric has its place on the dashboard"
 
 
+def test_the_dashboard_is_one_that_grafana_can_lay_out(project: Path) -> None:
+    panels = json.loads((project / "deploy" / "grafana" / "blockcast.json").read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, f"{panel['title']} lies over another panel"
+        taken |= cells
+        refs = [target["refId"] for target in panel.get("targets", [])]
+        assert len(set(refs)) == len(refs)
+
+
 def test_a_replica_outside_of_serve_has_a_name_and_its_metrics(successor_model: Path) -> None:
     from actors.serve_args import ServeArgs
 

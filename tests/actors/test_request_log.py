@@ -62,6 +62,8 @@ FIELDS = [
     "error",
     "error_message",
     "seconds",
+    "queue_s",
+    "prefill_s",
     "ttft_s",
     "prompt_tokens",
     "cached_tokens",

@@ -191,7 +191,8 @@ def test_every_request_has_one_json_line(http: httpx.Client, answers: list[dict[
     assert line["client_request_id"] == "client-1" and len(line["key"]) == 12 and line["user"] == "ann"
     assert (line["status"], line["outcome"], line["model"]) == (200, "length", MODEL)
     assert line["forwards"] == answers[-1]["diffusion"]["forwards"]
-    assert 0 < line["ttft_s"] <= line["seconds"] and line["completion_tokens"] == 24
+    assert 0 < line["queue_s"] + line["prefill_s"] < line["ttft_s"] <= line["seconds"]
+    assert line["completion_tokens"] == 24
 
 
 def test_no_log_file_of_the_session_holds_a_prompt_or_a_key(http: httpx.Client, answers: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ our own of what the manifests may say outside of pod templates.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.serve_args import check_config
+from actors.serve_args import REPLICA, check_config
 from model.errors import UserError
 from tests.deploy.dockerfile import read_dockerfile, user_of
 
@@ -303,7 +304,11 @@ def test_an_engine_fits_its_pod_and_there_are_pods_for_every_replica(
     asked = group["template"]["spec"]["containers"][0]["resources"]["requests"]
     assert float(asked["cpu"]) >= args["cpus_per_replica"]
     assert float(asked["nvidia.com/gpu"]) == args["gpus_per_replica"]
-    assert (group["minReplicas"], group["maxReplicas"]) == (args["min_replicas"], args["max_replicas"])
+    surge = {
+        deployment["name"]: deployment["max_surge_percent"] for deployment in served["applications"][0]["deployments"]
+    }
+    beside = math.ceil(args["max_replicas"] * surge[REPLICA] / 100)
+    assert (group["minReplicas"], group["maxReplicas"]) == (args["min_replicas"], args["max_replicas"] + beside)
 
 
 def test_the_disruption_budget_covers_the_engine_pods(project: Path, service: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ def as_written(default: Any) -> str:
         return "required"
     if isinstance(default, float) and default.is_integer():
         default = int(default)
+    if isinstance(default, tuple):
+        default = list(default)
     if isinstance(default, BaseModel):
         default = default.model_dump()
     text = yaml.safe_dump(default, default_flow_style=True, width=200).removesuffix("\n").removesuffix("\n...")

@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,6 +23,7 @@ from actors.serve_local import check_model
 from model.errors import UserError
 from tests.api.conftest import free_port
 from tests.api.successor import ANSWER
+from tests.deploy.scripts import DEPLOY
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,27 @@ class Served:
         except httpx.TransportError:
             return []
         return [entry["id"] for entry in answer.json()["data"]] if answer.status_code == 200 else []
+
+    @property
+    def dashboard(self) -> str:
+        return shlex.split(self.printed[-1])[-1]
+
+    def deploy(self, config: dict[str, Any], folder: Path) -> None:
+        """`serve deploy`, which says nothing about how it ended."""
+        path = folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        serve = Path(sys.executable).parent / "serve"
+        environment = {**self.environment, "RAY_AUTH_MODE": "token"}
+        subprocess.run([serve, "deploy", "--address", self.dashboard, path], check=True, env=environment, timeout=60)
+
+    def wait_ready(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(DEPLOY / "wait_ready.py"), "--address", self.dashboard, *arguments],
+            capture_output=True,
+            text=True,
+            env={**self.environment, **environment},
+            timeout=300,
+        )
 
 
 def command(model: Path | str, port: int) -> list[str]:
@@ -88,13 +110,37 @@ def test_its_status_line_shows_healthy_from_a_second_shell(served: Served) -> No
     assert {d["status"] for d in application["deployments"].values()} == {"HEALTHY"}
 
 
-def test_the_committed_serve_yaml_deploys_the_same_application(
-    served: Served, successor_model: Path, project: Path, tmp_path: Path
-) -> None:
-    config = yaml.safe_load((project / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
-    config["http_options"]["port"] = served.port
-    config["proxy_location"] = "HeadOnly"
-    config["applications"][0]["args"] |= {
+def test_wait_ready_is_exit_0_when_a_token_was_generated(served: Served) -> None:
+    done = served.wait_ready("--application", "blockcast", "--timeout", "60")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"wait_ready: blockcast: have 2 of 2 replicas, status RUNNING .*: ready\n", done.stdout)
+
+
+def test_wait_ready_is_exit_1_for_an_application_that_is_not_there(served: Served) -> None:
+    done = served.wait_ready("--application", "other", "--timeout", "2")
+    assert done.returncode == 1
+    assert "application other is not deployed; there is blockcast" in done.stderr
+
+
+def test_wait_ready_is_exit_1_where_serve_runs_but_http_is_elsewhere(served: Served) -> None:
+    done = served.wait_ready("--url", f"http://127.0.0.1:{free_port()}", "--timeout", "2")
+    assert done.returncode == 1
+    assert "status RUNNING" in done.stderr and "--url" in done.stderr
+
+
+def test_wait_ready_is_exit_2_with_a_token_that_the_dashboard_refuses(served: Served) -> None:
+    done = served.wait_ready("--timeout", "60", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64)
+    assert done.returncode == 2
+    assert "refuses the token" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def config(served: Served, successor_model: Path, project: Path) -> dict[str, Any]:
+    """deploy/serve.yaml, as far as this machine can serve it."""
+    loaded: dict[str, Any] = yaml.safe_load((project / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+    loaded["http_options"]["port"] = served.port
+    loaded["proxy_location"] = "HeadOnly"
+    loaded["applications"][0]["args"] |= {
         "model": str(successor_model),
         "served_name": "deployed",
         "gpus_per_replica": 0,
@@ -102,17 +148,41 @@ def test_the_committed_serve_yaml_deploys_the_same_application(
         "max_replicas": 1,
         "drain_s": 0,
     }
-    config["applications"][0]["args"]["engine"] |= {"max_length": 128}
-    path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    address = shlex.split(served.printed[-1])[-1]
-    serve = Path(sys.executable).parent / "serve"
-    environment = {**served.environment, "RAY_AUTH_MODE": "token"}
-    subprocess.run([serve, "deploy", "--address", address, path], check=True, env=environment, timeout=60)
-    deadline = time.monotonic() + 200
-    while served.model_ids() != ["deployed"]:
-        assert time.monotonic() < deadline, "the application of serve.yaml does not answer"
-        time.sleep(0.5)
+    loaded["applications"][0]["args"]["engine"] |= {"max_length": 128}
+    return loaded
+
+
+def test_the_committed_serve_yaml_deploys_the_same_application_and_wait_ready_says_when(
+    served: Served, config: dict[str, Any], tmp_path: Path
+) -> None:
+    for deployment in config["applications"][0]["deployments"]:
+        deployment["max_surge_percent"] = 0  # the replica that is there has every CPU: there is no room beside it
+    served.deploy(config, tmp_path)
+    done = served.wait_ready("--timeout", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert served.model_ids() == ["deployed"]
+
+
+def test_wait_ready_is_exit_1_with_our_own_sentence_when_a_deploy_failed_and_the_old_version_serves_on(
+    served: Served, config: dict[str, Any], tmp_path: Path
+) -> None:
+    config["applications"][0]["args"]["model"] = str(tmp_path / "absent")
+    served.deploy(config, tmp_path)
+    done = served.wait_ready("--timeout", "200")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last == f"wait_ready: blockcast is DEPLOY_FAILED: --model {tmp_path / 'absent'}: there is no such folder."
+    assert done.stderr == ""
+    assert served.model_ids() == ["deployed"]
+
+
+def test_wait_ready_does_not_take_the_failure_before_for_this_deploys(
+    served: Served, config: dict[str, Any], tmp_path: Path
+) -> None:
+    served.deploy(config, tmp_path)
+    done = served.wait_ready("--timeout", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert served.model_ids() == ["deployed"]
 
 
 def test_an_interrupt_ends_it_cleanly_and_leaves_no_process(served: Served) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 from model.config import nearest_key
 from model.errors import UserError
 
+LONGEST_MESSAGE = 400  # characters
+
 
 class RequestError(UserError):
     """A request that is refused. param: the field's path (`messages[0].content`), status: the HTTP status.
 
-    retry_after_s: whole seconds after which the same request may be taken. Half of a surrogate pair that the message
-    quotes is written as `\\ud800`: the answer must be text.
+    retry_after_s: whole seconds after which the same request may be taken. What the message quotes stays short, and
+    half of a surrogate pair is written as `\\ud800`: the answer must be text.
     """
 
     def __init__(
@@ -32,15 +34,19 @@ class RequestError(UserError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(_as_text(message))
-        self.param = None if param is None else _as_text(param)
+        super().__init__(_quoted(message))
+        self.param = None if param is None else _quoted(param)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
 
 
-def _as_text(quoted: str) -> str:
-    return quoted.encode("utf-8", "backslashreplace").decode()
+def _quoted(text: str) -> str:
+    """The text without the middle of what a client made too long."""
+    short = (
+        text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
+    )
+    return short.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,13 @@ def _content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 5.0 is the whole number 5."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return isinstance(value, list) and all(isinstance(_whole(i), int) and not isinstance(i, bool) for i in value)
 
 
 def _prompt(value: Any) -> Any:
@@ -46,7 +51,7 @@ def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return _utf8(value)
     if is_ids(value):
-        return tuple(value)
+        return tuple(_whole(i) for i in value)
     raise ValueError("must be one string or one list of token ids")
 
 
@@ -74,20 +79,41 @@ def _logit_bias(value: Any) -> Any:
     return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
 
 
-Text = Annotated[str, AfterValidator(_utf8)]
-
-
 class Strict(BaseModel):
     """Exact JSON types, unknown keys refused, null equal to absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+# How the values look that are read by a function: for the OpenAPI document alone, the functions check by themselves.
+_Bias = Annotated[float, Field(ge=-BIAS_BOUND, le=BIAS_BOUND)]
+_TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]*)$")]
+_Biases = Annotated[dict[_TokenId, _Bias], Field(json_schema_extra={"additionalProperties": False})]
+_NotEmpty = Annotated[str, Field(min_length=1)]
+_Stops = _NotEmpty | Annotated[list[_NotEmpty], Field(max_length=MAX_STOP_STRINGS)]
+_TokenIds = list[Annotated[int, Field(ge=0)]]
+_Single = Field(min_length=1, max_length=1)
+_Prompts = str | _TokenIds | Annotated[list[str], _Single] | Annotated[list[_TokenIds], _Single]
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Whole = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Seed = Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND), BeforeValidator(_whole)]
+TopCount = Annotated[int, Field(ge=0, le=TOP_LOGPROBS), BeforeValidator(_whole)]
+
+
 class Message(Strict):
     """One turn of a chat. OpenAI's other keys are accepted as null only."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_content)]
+    content: Annotated[Text, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
     name: None = None
     refusal: None = None
     audio: None = None
@@ -108,11 +134,11 @@ class DiffusionOptions(Strict):
     mode: str | None = None
     policy: str | None = None
     threshold: float | None = Field(None, gt=0, le=1)
-    steps: int | None = Field(None, ge=1)
+    steps: Positive | None = None
     factor: float | None = Field(None, gt=0, allow_inf_nan=False)
     gamma: float | None = Field(None, ge=0, allow_inf_nan=False)
     budget: float | None = Field(None, gt=0, allow_inf_nan=False)
-    sub_block_size: int | None = Field(None, ge=1)
+    sub_block_size: Positive | None = None
     refresh: str | None = None
     fused: str | None = None
     trace: bool | None = None
@@ -122,17 +148,19 @@ class CallFields(Strict):
     """What chats and completions share."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Positive | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=0)
+    top_k: Whole | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
     presence_penalty: float | None = Field(None, ge=-PENALTY_BOUND, le=PENALTY_BOUND, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-PENALTY_BOUND, le=PENALTY_BOUND, allow_inf_nan=False)
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] | None = None
-    seed: int | None = Field(None, ge=-SEED_BOUND, lt=SEED_BOUND)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] | None = None
+    logit_bias: (
+        Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=_Biases)] | None
+    ) = None
+    seed: Seed | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop, json_schema_input_type=_Stops)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -143,22 +171,22 @@ class ChatFields(CallFields):
     """The honoured fields of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    top_logprobs: TopCount | None = None
     safety_identifier: Text | None = None
 
 
 class CompletionFields(CallFields):
     """The honoured fields of POST /v1/completions."""
 
-    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    logprobs: TopCount | None = None
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=_Prompts)]
 
 
 class TokenizeFields(Strict):
     """POST /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
 
     model: str | None = None
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)] | None = None
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=_Prompts)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None

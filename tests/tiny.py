@@ -6,12 +6,14 @@ eight spare special tokens, one of which becomes the mask token. The weights are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -21,9 +23,13 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|spare_{i}
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
-def tiny_tokenizer(*, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """Special tokens first (ids 0..10), then one token for each of the 256 bytes; eos = `<|im_end|>` (2)."""
-    names = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+def tiny_tokenizer(*, chat_template: str | None = CHATML, pieces: Sequence[bytes] = ()) -> PreTrainedTokenizerFast:
+    """Special tokens first (ids 0..10), then one token for each of the 256 bytes; eos = `<|im_end|>` (2).
+
+    pieces: tokens of several bytes, with the ids from 267; a model may write them, no text is read as them.
+    """
+    written = ["".join(bytes_to_unicode()[byte] for byte in piece) for piece in pieces]
+    names = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *written]
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

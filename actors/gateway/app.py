@@ -8,18 +8,18 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from actors.gateway.backend import Backend, Served
+from actors.gateway.document import openapi_document
 from actors.gateway.gateway import Gateway, check_model
 from actors.gateway.streams import error_sent
-from actors.request_types import ChatFields, CompletionFields, TokenizeFields
 from actors.responses import error_body
 from model.errors import JobError, UserError
 
 READY_TIMEOUT_S = 5.0
+READ = ["GET", "HEAD"]
 
 
 def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -27,49 +27,55 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
 
     cors_origins: web origins whose pages may call the API from a browser; none by default.
     """
-    app = FastAPI(title="Blockcast", docs_url=None, redoc_url=None)
+    # The document is our own, and no redirect to a path without its last slash goes where a Host header says.
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    document = openapi_document(keys=bool(gateway.access.key_hashes), deadline_s=gateway.deadline_s)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
 
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatFields))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await gateway.answer(request, "chat")
 
-    @app.post("/v1/completions", openapi_extra=_body(CompletionFields))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await gateway.answer(request, "completion")
 
-    @app.post("/tokenize", openapi_extra=_body(TokenizeFields))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return await gateway.tokens(request)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         gateway.check_access(request)
         return {"object": "list", "data": [_model_entry(await gateway.backend.served())]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(request: Request, name: str) -> dict[str, Any]:
         gateway.check_access(request)
         served = await gateway.backend.served()
         check_model({"model": name}, served.card.name)
         return _model_entry(served)
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:
         gateway.check_access(request)
         body, content_type = await gateway.observer.scrape(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=READ)
     async def ready() -> Response:
         return await _ready(gateway.backend)
+
+    @app.api_route("/openapi.json", methods=READ)
+    async def openapi() -> dict[str, Any]:
+        return document
 
     _shape_errors(app)
     return app
@@ -87,12 +93,7 @@ async def _ready(backend: Backend) -> Response:
         is_ready = False
     if is_ready:
         return JSONResponse({"status": "ready"})
-    return JSONResponse(error_body("No engine is ready yet.", 503), 503)
-
-
-def _body(fields: type[BaseModel]) -> dict[str, Any]:
-    schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return JSONResponse(error_body("No engine is ready yet.", 503), 503, {"Retry-After": "1"})
 
 
 def _shape_errors(app: FastAPI) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,6 +32,8 @@ class BodyReader:
         content_type = http.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise RequestError("Send the request as Content-Type: application/json.", status=415)
+        if http.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+            raise RequestError("Send the body as it is, without a Content-Encoding.", status=415)
         try:
             async with asyncio.timeout(self.timeout_s):
                 body = await self._read(http)
@@ -58,13 +61,22 @@ class BodyReader:
 def parse_object(body: bytes) -> dict[str, Any]:
     """JSON as RFC 8259 has it, an object at the top. Raises RequestError 400."""
     try:
-        fields = json.loads(body, parse_constant=_no_constant)
+        fields = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError as error:
         raise RequestError("The body is nested too deeply to be a request.") from error
     except ValueError as error:
         raise RequestError(f"The body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError("The body must be a JSON object.")
+    return fields
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A field that is given twice would be ignored once."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise RequestError(f"{twice[:200]!r} is given twice: send it once.", param=twice[:200])
     return fields
 
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request
 
 from actors.fields import RequestError
-from actors.gateway.body import BODIES_AT_ONCE, BodyReader
+from actors.gateway.body import BODIES_AT_ONCE, BodyReader, parse_object
 
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -48,6 +48,15 @@ def test_a_body_that_is_too_large_ends_with_a_413_before_it_is_all_here() -> Non
     reader = BodyReader(10, 5)
     assert status_of(reader, request([b"x" * 6] * 1000)) == 413
     assert reader._held == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [(b'{"a": 1, "b": 2, "a": 1}', "a"), (b'{"a": {"b": [{"c": 1, "c": 2}]}}', "c")]
+)
+def test_a_key_that_is_given_twice_is_refused_by_name(body: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_object(body)
+    assert caught.value.param == param
 
 
 def test_many_large_bodies_share_one_budget() -> None:

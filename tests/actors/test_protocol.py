@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from actors.card import ModelCard, sampling_defaults
 from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, markdown
 from actors.protocol import check_default, decode_config, derived_seed, generation_request, parse_call
-from actors.request_types import DiffusionOptions
+from actors.request_types import DiffusionOptions, Message, StreamOptions
 from model.config import BlockDiffusionConfig, DecodeConfig
 from model.decoding import POLICIES, GenerationRequest, SamplingParams
 from model.errors import UserError
@@ -80,6 +80,12 @@ def test_every_refused_field_is_refused_by_name_and_its_neutral_values_are_accep
         assert error.param == name and name in str(error) and error.status == 400
         for neutral in rule.neutral:
             assert parse({**fields, name: neutral}) == parse(fields)
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    assert parse({**PROMPT, "prompt": [5.0, 6], "max_tokens": 3.0, "seed": 7.0, "top_k": 1e1}) == parse(
+        {**PROMPT, "prompt": [5, 6], "max_tokens": 3, "seed": 7, "top_k": 10}
+    )
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
@@ -381,6 +387,32 @@ def test_the_table_covers_every_field_of_the_openai_client() -> None:
 
     assert set(get_type_hints(ChatParams)) <= set(CHAT_FIELDS)
     assert set(get_type_hints(Params)) <= set(COMPLETION_FIELDS)
+
+
+def test_the_table_covers_every_argument_of_the_client_and_marks_what_is_not_openais() -> None:
+    import inspect
+
+    from openai.resources.chat import AsyncCompletions as AsyncChats
+    from openai.resources.chat import Completions as Chats
+    from openai.resources.completions import AsyncCompletions, Completions
+
+    transport = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    for resources, rules in (((Chats, AsyncChats), CHAT_FIELDS), ((Completions, AsyncCompletions), COMPLETION_FIELDS)):
+        for resource in resources:
+            theirs = set(inspect.signature(resource.create).parameters) - transport
+            assert theirs <= set(rules)
+            assert {name for name in rules if "not OpenAI's" in rules[name].note} == set(rules) - theirs
+
+
+def test_the_keys_inside_messages_and_stream_options_are_known_as_well() -> None:
+    from typing import get_type_hints
+
+    from openai.types import chat
+
+    assert set(get_type_hints(chat.ChatCompletionStreamOptionsParam)) == set(StreamOptions.model_fields)
+    for role in ("Developer", "System", "User", "Assistant"):
+        message = getattr(chat, f"ChatCompletion{role}MessageParam")
+        assert set(get_type_hints(message)) <= set(Message.model_fields)
 
 
 def test_the_documented_table_is_the_table_in_force(project: Path) -> None:

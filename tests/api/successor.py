@@ -6,20 +6,26 @@ policy opens one position a step. The successors:
 
     a -> b -> ... -> z -> A -> ... -> Z -> a      (never ends)
     newline -> the bytes of ANSWER -> <|im_end|>  (what every chat gets: its template ends with a newline)
+    # -> the tokens of LONG_ANSWER -> <|im_end|>    (each of a few bytes, cut without regard to where characters end)
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import string
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_tokenizer
 
 ANSWER = "한글🎉é"
+LONG_ANSWER = (
+    "동해 물과 백두산이 마르고 닳도록 👩‍👩‍👧‍👦 하느님이 보우하사 🇰🇷 우리나라 만세. "
+    "각 e\u0301 ñ ß Ω жук 日本語 العربية हिन्दी 🏴‍☠️ 👍🏽 𝄞 끝 🎉"
+)
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 MASK, END = 3, 2
 BLOCK_DIFFUSION = {"block_size": 8, "mask_token_id": MASK, "sub_block_size": 4}
@@ -27,13 +33,36 @@ WIDTH = 64
 SHARPNESS = 60.0
 
 
+def cut_anywhere(data: bytes) -> list[bytes]:
+    """The bytes in different pieces of two to four, longer where a piece was there before; always the same ones."""
+    draw = random.Random(0)
+    pieces: list[bytes] = []
+    while data:
+        length = draw.randint(2, 4)
+        while data[:length] in pieces and length < len(data):
+            length += 1
+        pieces.append(data[:length])
+        data = data[length:]
+    return pieces
+
+
+PIECES = cut_anywhere(LONG_ANSWER.encode())
+
+
+def successor_tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer(pieces=PIECES)
+
+
 def successors() -> dict[int, int]:
     """Token id -> the id that follows it."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = successor_tokenizer()
     letters = [tokenizer(letter).input_ids[0] for letter in LETTERS]
-    chain = [*tokenizer("\n" + ANSWER).input_ids, END]
-    assert len(set(chain)) == len(chain), "a byte of ANSWER would have two successors"
-    return dict(zip(letters, letters[1:] + letters[:1], strict=True)) | dict(itertools.pairwise(chain))
+    short = [*tokenizer("\n" + ANSWER).input_ids, END]
+    long = [*tokenizer("#").input_ids, *range(VOCAB_SIZE, VOCAB_SIZE + len(PIECES)), END]
+    for chain in (short, long):
+        assert len(set(chain)) == len(chain), "a token of an answer would have two successors"
+    circle = dict(zip(letters, letters[1:] + letters[:1], strict=True))
+    return circle | dict(itertools.pairwise(short)) | dict(itertools.pairwise(long))
 
 
 def letters_after(letter: str, count: int) -> str:
@@ -44,11 +73,12 @@ def letters_after(letter: str, count: int) -> str:
 
 def build_successor_model(folder: Path) -> Path:
     """Write the Hugging Face folder and return it."""
-    config = tiny_config(hidden_size=WIDTH, num_hidden_layers=1, tie_word_embeddings=False)
+    size = VOCAB_SIZE + len(PIECES)
+    config = tiny_config(hidden_size=WIDTH, num_hidden_layers=1, tie_word_embeddings=False, vocab_size=size)
     config.block_diffusion = BLOCK_DIFFUSION
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
-    embeddings = torch.nn.functional.normalize(torch.randn(VOCAB_SIZE, WIDTH, generator=generator))
+    embeddings = torch.nn.functional.normalize(torch.randn(size, WIDTH, generator=generator))
     embeddings[MASK] = 0
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
@@ -56,7 +86,7 @@ def build_successor_model(folder: Path) -> Path:
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.zero_()
         for token, following in successors().items():
-            model.lm_head.weight[following] = SHARPNESS / WIDTH**0.5 * embeddings[token]
+            model.lm_head.weight[following] += SHARPNESS / WIDTH**0.5 * embeddings[token]
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    successor_tokenizer().save_pretrained(folder)
     return folder

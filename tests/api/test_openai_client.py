@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import openai
 import pytest
@@ -16,16 +15,6 @@ from tests.tiny import tiny_tokenizer
 pytestmark = pytest.mark.slow
 CHAT = [{"role": "user", "content": "안녕 🎉"}]
 ANSWER_TOKENS = len(ANSWER.encode()) + 1
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def async_client(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_the_model_is_listed_and_found_by_name(client: openai.OpenAI) -> None:
@@ -168,32 +157,6 @@ def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, server: Serve
         else:
             with pytest.raises(openai.APITimeoutError):
                 client.with_options(timeout=0.3).completions.create(model=MODEL, prompt="a", max_tokens=500)
-        await_idle(server)
-        assert server.stats().committed_tokens - before.committed_tokens < 480
-        assert server.stats().pages_used == 0
-
-
-def await_idle(server: Server, within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while server.stats().running or server.stats().waiting:
-        assert time.monotonic() < deadline, "a row is still running after its client left"
-        time.sleep(0.02)
-
-
-def test_more_requests_than_the_queue_holds_are_told_to_come_back(
-    client: openai.OpenAI, async_client: openai.AsyncOpenAI, server: Server
-) -> None:
-    async def ask() -> int:
-        try:
-            await async_client.completions.create(model=MODEL, prompt="a", max_tokens=100)
-        except openai.RateLimitError as error:
-            assert int(error.response.headers["retry-after"]) >= 1
-            return 429
-        return 200
-
-    async def everyone() -> list[int]:
-        return await asyncio.gather(*(ask() for _ in range(60)))
-
-    codes = asyncio.run(everyone())
-    assert codes.count(200) == 44 and codes.count(429) == 16
-    assert client.completions.create(model=MODEL, prompt="a").choices[0].text == letters_after("a", 16)
+        after = server.await_idle()
+        assert after.committed_tokens - before.committed_tokens < 480
+        assert after.pages_used == 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.api.conftest import MODEL, Server
 from tests.api.successor import ANSWER
+from tests.api.wire import error_of
 
 pytestmark = pytest.mark.slow
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -19,14 +19,6 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def http(server: Server) -> httpx.Client:
     return httpx.Client(base_url=server.url, timeout=60, trust_env=False)
-
-
-def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and "\n" not in error["message"] and "Traceback" not in error["message"]
-    return error
 
 
 @pytest.mark.parametrize(

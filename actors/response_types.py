@@ -1,0 +1,217 @@
+"""The types of answers, for the OpenAPI document: what `actors.responses` writes, and nothing beside it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Exact(BaseModel):
+    """No other keys, and all of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetails(Exact):
+    """message: one sentence; param: the field's path; code: for programs, `context_length_exceeded` for one."""
+
+    message: str = Field(min_length=1)
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Exact):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorDetails
+
+
+class Health(Exact):
+    status: Literal["ok"]
+
+
+class Readiness(Exact):
+    status: Literal["ready"]
+
+
+class ModelEntry(Exact):
+    """A served model. created: seconds since 1970."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Exact):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class Tokens(Exact):
+    """What a prompt or a chat is read as. max_model_len: tokens that prompt and answer may have together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class PromptDetails(Exact):
+    cached_tokens: int
+
+
+class Usage(Exact):
+    """Tokens; the stop token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Forwards(Exact):
+    """Forwards that the request took part in."""
+
+    prefill: int
+    denoise: int
+    commit: int
+
+
+class DiffusionFigures(Exact):
+    """How the answer came about. tokens_per_forward: completion tokens over denoise and commit forwards."""
+
+    mode: Literal["diffusion", "ar"]
+    forwards: Forwards
+    tokens_per_forward: float
+    steps_per_block: list[int]
+
+
+class TopLogprob(Exact):
+    """bytes: the token's UTF-8, a part of a character at times. logprob: natural."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Exact):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Exact):
+    """One entry a token; text_offset: where in the text it begins, in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(Exact):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Exact):
+    index: Literal[0]
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionChoice(Exact):
+    index: Literal[0]
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Answer(Exact):
+    """What both kinds of answers carry. system_fingerprint: of the served weights."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    diffusion: DiffusionFigures
+
+
+class ChatAnswer(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice] = Field(min_length=1, max_length=1)
+
+
+class CompletionAnswer(Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice] = Field(min_length=1, max_length=1)
+
+
+class ChatDelta(Exact):
+    """The first has the role, the last has nothing."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(Exact):
+    index: Literal[0]
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionChunkChoice(Exact):
+    index: Literal[0]
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Chunk(Exact):
+    """What both kinds of chunks carry; diffusion: in the one with finish_reason; usage: only where it was asked for."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | None = None
+    diffusion: DiffusionFigures | None = None
+
+
+class ChatChunk(Chunk):
+    """A piece of final text, or, without choices, the usage."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice] = Field(max_length=1)
+
+
+class CompletionChunk(Chunk):
+    """A piece of final text, or, without choices, the usage."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice] = Field(max_length=1)
+
+
+class CanvasReveal(Exact):
+    """position: from the prompt's first token."""
+
+    position: int
+    token_id: int
+    confidence: float
+
+
+class CanvasEvent(Exact):
+    """With `diffusion.trace`, as `event: canvas`: what one denoising step revealed."""
+
+    id: str
+    block_start: int
+    reveals: list[CanvasReveal]

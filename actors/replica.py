@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.backlog import BACKLOG
 from actors.card import model_card
 from actors.engine import Engine, EngineConfig, generate_all
 from actors.engine_observer import EngineObserver
@@ -144,6 +145,10 @@ class EngineReplica:
 
     async def metrics(self) -> Told:
         return self._observer.told()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's autoscaler hears of this replica; see `actors.autoscaling`."""
+        return {BACKLOG: self._engine.backlog().tokens}
 
     async def ready(self) -> bool:
         """A replica exists only after a token was generated; what is left to ask is whether it goes on."""

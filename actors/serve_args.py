@@ -63,6 +63,19 @@ class EngineArgs(Args):
     prefix_cache: bool = Field(True, description="whether a prompt's known beginning is found in the cache")
 
 
+class ScalingArgs(Args):
+    """When replicas are added and taken away, between min_replicas and max_replicas; see `actors.autoscaling`."""
+
+    target_backlog_tokens: float = Field(16_384, gt=0, description="query tokens that one replica may have before it")
+    slack: float = Field(0.3, ge=0, lt=1, description="share of that by which fewer replicas must stay below it")
+    upscale_delay_s: float = Field(10, ge=0, description="time a backlog must last before replicas are added")
+    downscale_delay_s: float = Field(300, ge=0, description="time it must be gone before they are taken away")
+    idle_delay_s: float = Field(
+        600, ge=0, description="time without requests before the last one goes (min_replicas 0)"
+    )
+    report_s: float = Field(2, gt=0, description="time between two reports of a replica's backlog")
+
+
 class TracingArgs(Args):
     """OpenTelemetry spans of requests."""
 
@@ -76,10 +89,11 @@ class ServeArgs(Args):
 
     model: str = Field(description="a Hub id, a folder that every node sees, or an fsspec URI")
     served_name: str | None = Field(None, description="what clients send as `model`; absent: `model` as it is here")
-    min_replicas: int = Field(1, ge=1, description="engine replicas at rest")
+    min_replicas: int = Field(1, ge=0, description="engine replicas at rest; 0: the first request starts one")
     max_replicas: int = Field(1, ge=1, description="engine replicas under load")
     gpus_per_replica: float = Field(0, ge=0, description="GPUs of one engine replica; 0 runs on the CPU")
     cpus_per_replica: float = Field(1, gt=0, description="CPU cores of one engine replica")
+    scaling: ScalingArgs = ScalingArgs()
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, else float32")
     engine: EngineArgs = EngineArgs()
     decode: DecodeArgs = DecodeArgs()

@@ -12,6 +12,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from actors.access import Access, load_key_hashes
+from actors.autoscaling import autoscaling_config
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.asking import ask_all
@@ -35,7 +36,7 @@ class GatewayDeployment:
     """The HTTP side as a deployment; the FastAPI application is made where the replica runs."""
 
     def __init__(self, engine: DeploymentHandle[Any], args: ServeArgs, key_hashes: tuple[str, ...]) -> None:
-        backend = ReplicaBackend(engine)
+        backend = ReplicaBackend(engine, sleeps=args.min_replicas == 0)
         admission = Admission(args.requests_at_once, args.max_requests_per_key)
         self._gateway = Gateway(
             backend=backend,
@@ -81,7 +82,11 @@ def build(args: ServeArgs) -> Application:
         **common,
     )
     gateway: Any = serve.deployment(
-        serve.ingress()(GatewayDeployment), name=GATEWAY, ray_actor_options={"num_cpus": 0}, **common
+        serve.ingress()(GatewayDeployment),
+        name=GATEWAY,
+        ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # it costs no CPU or GPU: a new one stands before the old one goes
+        **common,
     )
     return gateway.bind(engine.bind(args), args, _key_hashes(args))
 
@@ -99,5 +104,4 @@ def _key_hashes(args: ServeArgs) -> tuple[str, ...]:
 def _replicas(args: ServeArgs) -> dict[str, Any]:
     if args.min_replicas == args.max_replicas:
         return {"num_replicas": args.min_replicas}
-    bounds = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
-    return {"autoscaling_config": {**bounds, "target_ongoing_requests": args.engine.max_rows}}
+    return {"autoscaling_config": autoscaling_config(args)}

@@ -41,19 +41,25 @@ class _EngineGone(Exception):
 
 
 class ReplicaBackend:
-    """The gateway's `Backend` over Serve handles."""
+    """The gateway's `Backend` over Serve handles.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    sleeps: all replicas may be gone while nobody asks (min_replicas 0).
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], *, sleeps: bool = False) -> None:
         self._handle = handle
         self._served: Served | None = None
         self._name = uuid.uuid4().hex
         self._wanted: dict[str, str] = {}  # request id -> id of its present run
         self._renewing: asyncio.Task[None] | None = None
+        self._sleeps = sleeps
+        self._proven = False
         self.retries = 0
 
     async def served(self) -> Served:
         if self._served is None:
             self._served = await self._ask("served")
+            self._proven = True  # no replica answers before it has generated a token
         return self._served
 
     async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
@@ -105,7 +111,10 @@ class ReplicaBackend:
             await self._handle.broadcast("abort", request_id).results_async()
 
     async def ready(self) -> bool:
-        return bool(await self._ask("ready"))
+        """Whether a replica has generated a token. Where they sleep, once is enough: to ask again would wake one."""
+        if not (self._sleeps and self._proven):
+            self._proven = bool(await self._ask("ready"))
+        return self._proven
 
     async def metrics(self) -> Scrape:
         return await ask_all(self._handle, "metrics", METRICS_TIMEOUT_S)

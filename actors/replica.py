@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 import torch
+from ray.actor import ActorHandle
 
 from actors.backlog import BACKLOG
 from actors.card import model_card
@@ -22,6 +23,7 @@ from actors.events import Event, Failed, Finished
 from actors.gateway.backend import Served
 from actors.gateway.exposition import Told
 from actors.leases import Leases
+from actors.liveness import lives
 from actors.protocol import check_default
 from actors.serve_args import ServeArgs
 from model.backbone import DTYPES, Backbone, load_backbone
@@ -72,11 +74,16 @@ class EngineReplica:
         self._leases = Leases()
 
     async def generate(
-        self, request: GenerationRequest, gateway: str, traceparent: str | None = None
+        self,
+        request: GenerationRequest,
+        gateway: str,
+        traceparent: str | None = None,
+        asker: ActorHandle | None = None,
     ) -> AsyncIterator[Events]:
         """The request's events as they come, several together when they came together; leaving early aborts the row.
 
-        gateway: who asks, and renews its lease on the request. traceparent: of its span, where it is traced.
+        gateway: who asks, and renews its lease on the request. traceparent: of its span, where it is traced. asker: the
+        actor it lives in, asked when it falls silent: renewals do not reach a replica that is being drained.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -96,7 +103,7 @@ class EngineReplica:
         ended = False
         try:
             while not ended:
-                events = await self._next(queue, request.id)
+                events = await self._next(queue, request.id, asker)
                 ended = isinstance(events[-1], Finished | Failed)
                 self._observer.hear(events[-1], traceparent)
                 yield events
@@ -105,7 +112,7 @@ class EngineReplica:
             if not (ended and isinstance(events[-1], Finished)):
                 self._engine.abort(request.id)
 
-    async def _next(self, queue: asyncio.Queue[Event], request_id: str) -> Events:
+    async def _next(self, queue: asyncio.Queue[Event], request_id: str, asker: ActorHandle | None) -> Events:
         """The next events, or the failure of an engine that stands still, or of a request that nobody wants."""
         getting = asyncio.ensure_future(queue.get())
         try:
@@ -117,14 +124,17 @@ class EngineReplica:
                         self._check(now)
                     except JobError as error:
                         return [Failed(request_id, str(error), elsewhere=True)]
-                if self._leases.expired(request_id, now):
-                    return [Failed(request_id, "The gateway that asked is gone.")]
+                if self._leases.expired(request_id, now) and not await self._asker_lives(request_id, asker):
+                    return [Failed(request_id, "The gateway that asked is gone.", elsewhere=True)]
         finally:
             getting.cancel()
         events: Events = [getting.result()]
         while not queue.empty():
             events.append(queue.get_nowait())
         return events
+
+    async def _asker_lives(self, request_id: str, asker: ActorHandle | None) -> bool:
+        return asker is not None and await lives(asker) and self._leases.heard(request_id, time.monotonic())
 
     async def abort(self, request_id: str) -> None:
         """Free the rows of a request whose client left, whichever run of it is here."""

@@ -25,6 +25,7 @@ from actors.gateway.asking import ask_all
 from actors.gateway.backend import Served, Unavailable
 from actors.gateway.exposition import Scrape
 from actors.gateway.replay import Replay
+from actors.liveness import this_actor
 from actors.replica import Refused
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
@@ -90,7 +91,7 @@ class ReplicaBackend:
     async def _run(self, run: GenerationRequest, traceparent: str | None) -> AsyncGenerator[Event, None]:
         """One run on one engine. Raises _EngineGone where another one may still answer."""
         generate = self._handle.options(stream=True, method_name="generate")
-        responses: Any = generate.remote(run, self._name, traceparent)
+        responses: Any = generate.remote(run, self._name, traceparent, this_actor())
         try:
             async for events in responses:
                 for event in events:

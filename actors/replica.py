@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from ray.actor import ActorHandle
@@ -25,6 +26,7 @@ from actors.gateway.exposition import Told
 from actors.leases import Leases
 from actors.liveness import lives
 from actors.protocol import check_default
+from actors.routing_stats import prefix_report
 from actors.serve_args import ServeArgs
 from model.backbone import DTYPES, Backbone, load_backbone
 from model.decoding import GenerationRequest, SamplingParams
@@ -159,6 +161,10 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's autoscaler hears of this replica; see `actors.autoscaling`."""
         return {BACKLOG: self._engine.backlog().tokens}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What routers hear of it, by model ("" is the only one); see `actors.ranking`."""
+        return {"": prefix_report(self._engine).pack()}
 
     async def ready(self) -> bool:
         """A replica exists only after a token was generated; what is left to ask is whether it goes on."""

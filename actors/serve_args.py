@@ -76,6 +76,14 @@ class ScalingArgs(Args):
     report_s: float = Field(2, gt=0, description="time between two reports of a replica's backlog")
 
 
+class RoutingArgs(Args):
+    """Which of several replicas a request goes to; see `actors.routing`."""
+
+    prefix: bool = Field(True, description="prefer the replica that has the prompt's beginning in its cache")
+    most_extra_tokens: float = Field(4096, ge=0, description="more backlog than the shortest that it may have for that")
+    report_s: float = Field(2, gt=0, description="time between two reports of a replica's cache")
+
+
 class TracingArgs(Args):
     """OpenTelemetry spans of requests."""
 
@@ -94,6 +102,7 @@ class ServeArgs(Args):
     gpus_per_replica: float = Field(0, ge=0, description="GPUs of one engine replica; 0 runs on the CPU")
     cpus_per_replica: float = Field(1, gt=0, description="CPU cores of one engine replica")
     scaling: ScalingArgs = ScalingArgs()
+    routing: RoutingArgs = RoutingArgs()
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, else float32")
     engine: EngineArgs = EngineArgs()
     decode: DecodeArgs = DecodeArgs()

@@ -23,6 +23,7 @@ from actors.gateway.observing import make_observer
 from actors.gateway.replicas import METRICS_TIMEOUT_S, ReplicaBackend
 from actors.logs import logging_config
 from actors.replica import EngineReplica
+from actors.routing import router_config
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
 from actors.tracing import check_tracing
 from model.errors import UserError
@@ -78,6 +79,7 @@ def build(args: ServeArgs) -> Application:
         EngineReplica,
         name=REPLICA,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": args.gpus_per_replica},
+        request_router_config=router_config(args.routing, replicas=args.max_replicas),
         **_replicas(args),
         **common,
     )

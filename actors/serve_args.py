@@ -84,6 +84,20 @@ class RoutingArgs(Args):
     report_s: float = Field(2, gt=0, description="time between two reports of a replica's cache")
 
 
+class ModelArgs(Args):
+    """A further model of the application, chosen by the `model` of a request."""
+
+    name: str = Field(min_length=1, description="what clients send as `model`")
+    model: str | None = Field(None, description="a Hub id, a folder or a URI; absent: the application's own model")
+    adapter: str | None = Field(None, description="a LoRA adapter saved by peft, merged into the weights at load")
+
+    @model_validator(mode="after")
+    def _differs(self) -> ModelArgs:
+        if self.model is None and self.adapter is None:
+            raise ValueError(f"{self.name!r} names neither a model nor an adapter")
+        return self
+
+
 class TracingArgs(Args):
     """OpenTelemetry spans of requests."""
 
@@ -97,6 +111,8 @@ class ServeArgs(Args):
 
     model: str = Field(description="a Hub id, a folder that every node sees, or an fsspec URI")
     served_name: str | None = Field(None, description="what clients send as `model`; absent: `model` as it is here")
+    models: tuple[ModelArgs, ...] = Field((), description="further models of the same application")
+    models_per_replica: int = Field(2, ge=1, description="further models that one replica keeps loaded")
     min_replicas: int = Field(1, ge=0, description="engine replicas at rest; 0: the first request starts one")
     max_replicas: int = Field(1, ge=1, description="engine replicas under load")
     gpus_per_replica: float = Field(0, ge=0, description="GPUs of one engine replica; 0 runs on the CPU")
@@ -125,7 +141,16 @@ class ServeArgs(Args):
     def _bounds(self) -> ServeArgs:
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        names = [self.default_model.name, *(further.name for further in self.models)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"models: two are named {twice!r}")
         return self
+
+    @property
+    def default_model(self) -> ModelArgs:
+        """The model that every replica has, under the name that clients send."""
+        return ModelArgs(name=self.served_name or self.model, model=self.model)
 
     @property
     def device(self) -> str:

@@ -46,6 +46,7 @@ class GatewayDeployment:
             bodies=BodyReader(args.max_body_bytes, args.body_timeout_s),
             observer=make_observer(args, backend, admission, ask_gateways),
             deadline_s=args.deadline_s,
+            further=tuple(further.name for further in args.models),
         )
         self._cors_origins = args.cors_origins
 

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from actors.gateway.backend import Backend, Served
+from actors.gateway.backend import Backend
 from actors.gateway.gateway import Gateway, check_model
 from actors.gateway.streams import error_sent
 from actors.request_types import ChatFields, CompletionFields, TokenizeFields
@@ -48,14 +48,16 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         gateway.check_access(request)
-        return {"object": "list", "data": [_model_entry(await gateway.backend.served())]}
+        served = await gateway.backend.served()
+        names = (served.card.name, *gateway.further)
+        return {"object": "list", "data": [_model_entry(name, served.created) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         gateway.check_access(request)
         served = await gateway.backend.served()
-        check_model({"model": name}, served.card.name)
-        return _model_entry(served)
+        check_model({"model": name}, (served.card.name, *gateway.further))
+        return _model_entry(name, served.created)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
@@ -75,8 +77,8 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     return app
 
 
-def _model_entry(served: Served) -> dict[str, Any]:
-    return {"id": served.card.name, "object": "model", "created": served.created, "owned_by": "blockcast"}
+def _model_entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "blockcast"}
 
 
 async def _ready(backend: Backend) -> Response:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from actors.auto_mode import ModeChooser, calibration_rows
+from actors.backlog import Backlog, BacklogMeter, Work
 from actors.calibration import measure_costs, rows_that_fit
-from actors.engine_stats import Counters, EngineStats
+from actors.engine_stats import Counters, EngineStats, answer_tokens
 from actors.events import Canvas, Delta, Event, Failed, Finished, Listener
 from actors.scheduler import Demand, Planner, Queue, plan_round
 from actors.timeline import Timelines, now_ns
@@ -101,6 +102,7 @@ class Engine:
         self._rows: dict[str, Row] = {}  # running, in order of admission
         self._waiting_rows: dict[str, Row] = {}  # of those who wait: made, or preempted
         self._counters = Counters()
+        self._meter = BacklogMeter()
         self._timelines = Timelines()
         self._chooser: ModeChooser | None = None  # made when the first "auto" request comes
         self._thread: threading.Thread | None = None
@@ -162,6 +164,18 @@ class Engine:
                 model_s=self.decoder.model_s,
             )
 
+    def backlog(self) -> Backlog:
+        """Query tokens still to run, of running and waiting requests; see `actors.backlog`."""
+        with self._lock:
+            return self._meter.measure(self._work(request) for request, _ in self._requests.values())
+
+    def _work(self, request: GenerationRequest) -> Work:
+        row = self._rows.get(request.id) or self._waiting_rows.get(request.id)
+        if row is None:
+            answered = len(request.answered)
+            return Work(len(request.prompt_ids) + answered, answered, request.max_tokens)
+        return Work(row.prefill_left, row.frontier - row.prompt_length, request.max_tokens)
+
     # ------------------------------------------------------------------------------------------- engine's side
     def step(self) -> bool:
         """A round, or `rounds_per_visit` of them while no row ends; False when there was nothing to do."""
@@ -183,6 +197,7 @@ class Engine:
             self.longest_round_s = max(self.longest_round_s, round_s)
             with self._lock:
                 self._counters.count(turns, outcomes, round_s, forward_s)
+                self._meter.cost.learn(*answer_tokens(turns, outcomes))
             if any(outcome.row.request.id not in self._rows for outcome in outcomes):
                 break
         return True
@@ -372,6 +387,8 @@ class Engine:
             result = row.result()
             if self._chooser is not None and result.mode == "diffusion":
                 self._chooser.learn(result.completion_tokens, result.forwards["denoise"] + result.forwards["commit"])
+            with self._lock:
+                self._meter.lengths.learn(result.completion_tokens)
             self._end(request.id, Finished(result), listener)
 
     def _end(self, request_id: str, event: Finished | Failed, listener: Listener) -> None:

@@ -72,3 +72,9 @@ class Counters:
             self.query_tokens_by_phase[outcome.phase.value] += len(turn.query)
             if outcome.error is None and turn.query.phase is Phase.COMMIT:
                 self.committed_tokens += turn.query.keep - turn.query.start
+
+
+def answer_tokens(turns: Sequence[Turn], outcomes: Sequence[Outcome]) -> tuple[int, int]:
+    """(query tokens of a round that were not a prompt's, tokens decided in it)."""
+    prompts = sum(turn.query.keep - turn.query.start for turn in turns if turn.query.phase is Phase.PREFILL)
+    return sum(len(turn.query) for turn in turns) - prompts, sum(len(outcome.reveals) for outcome in outcomes)

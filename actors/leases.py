@@ -44,6 +44,13 @@ class Leases:
             self._heard_at[gateway] = now
         return [id_ for id_, lease in mine if id_ not in wanted and now - lease.opened_at > GRACE_S]
 
+    def heard(self, request_id: str, now: float) -> bool:
+        """The gateway that asked lives, as somebody else says. False: the request is not open here any more."""
+        lease = self._leases.get(request_id)
+        if lease is not None:
+            self._heard_at[lease.gateway] = now
+        return lease is not None
+
     def expired(self, request_id: str, now: float) -> bool:
         """Whether nobody has asked for the request for too long (or ever)."""
         lease = self._leases.get(request_id)

@@ -63,6 +63,41 @@ class EngineArgs(Args):
     prefix_cache: bool = Field(True, description="whether a prompt's known beginning is found in the cache")
 
 
+class ScalingArgs(Args):
+    """When replicas are added and taken away, between min_replicas and max_replicas; see `actors.autoscaling`."""
+
+    target_backlog_tokens: float = Field(16_384, gt=0, description="query tokens that one replica may have before it")
+    slack: float = Field(0.3, ge=0, lt=1, description="share of that by which fewer replicas must stay below it")
+    upscale_delay_s: float = Field(10, ge=0, description="time a backlog must last before replicas are added")
+    downscale_delay_s: float = Field(300, ge=0, description="time it must be gone before they are taken away")
+    idle_delay_s: float = Field(
+        600, ge=0, description="time without requests before the last one goes (min_replicas 0)"
+    )
+    report_s: float = Field(2, gt=0, description="time between two reports of a replica's backlog")
+
+
+class RoutingArgs(Args):
+    """Which of several replicas a request goes to; see `actors.routing`."""
+
+    prefix: bool = Field(True, description="prefer the replica that has the prompt's beginning in its cache")
+    most_extra_tokens: float = Field(4096, ge=0, description="more backlog than the shortest that it may have for that")
+    report_s: float = Field(2, gt=0, description="time between two reports of a replica's cache")
+
+
+class ModelArgs(Args):
+    """A further model of the application, chosen by the `model` of a request."""
+
+    name: str = Field(min_length=1, description="what clients send as `model`")
+    model: str | None = Field(None, description="a Hub id, a folder or a URI; absent: the application's own model")
+    adapter: str | None = Field(None, description="a LoRA adapter saved by peft, merged into the weights at load")
+
+    @model_validator(mode="after")
+    def _differs(self) -> ModelArgs:
+        if self.model is None and self.adapter is None:
+            raise ValueError(f"{self.name!r} names neither a model nor an adapter")
+        return self
+
+
 class TracingArgs(Args):
     """OpenTelemetry spans of requests."""
 
@@ -76,10 +111,14 @@ class ServeArgs(Args):
 
     model: str = Field(description="a Hub id, a folder that every node sees, or an fsspec URI")
     served_name: str | None = Field(None, description="what clients send as `model`; absent: `model` as it is here")
-    min_replicas: int = Field(1, ge=1, description="engine replicas at rest")
+    models: tuple[ModelArgs, ...] = Field((), description="further models of the same application")
+    models_per_replica: int = Field(2, ge=1, description="further models that one replica keeps loaded")
+    min_replicas: int = Field(1, ge=0, description="engine replicas at rest; 0: the first request starts one")
     max_replicas: int = Field(1, ge=1, description="engine replicas under load")
     gpus_per_replica: float = Field(0, ge=0, description="GPUs of one engine replica; 0 runs on the CPU")
     cpus_per_replica: float = Field(1, gt=0, description="CPU cores of one engine replica")
+    scaling: ScalingArgs = ScalingArgs()
+    routing: RoutingArgs = RoutingArgs()
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, else float32")
     engine: EngineArgs = EngineArgs()
     decode: DecodeArgs = DecodeArgs()
@@ -102,7 +141,16 @@ class ServeArgs(Args):
     def _bounds(self) -> ServeArgs:
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        names = [self.default_model.name, *(further.name for further in self.models)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"models: two are named {twice!r}")
         return self
+
+    @property
+    def default_model(self) -> ModelArgs:
+        """The model that every replica has, under the name that clients send."""
+        return ModelArgs(name=self.served_name or self.model, model=self.model)
 
     @property
     def device(self) -> str:

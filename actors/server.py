@@ -12,6 +12,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from actors.access import Access, load_key_hashes
+from actors.autoscaling import autoscaling_config
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.asking import ask_all
@@ -22,6 +23,7 @@ from actors.gateway.observing import make_observer
 from actors.gateway.replicas import METRICS_TIMEOUT_S, ReplicaBackend
 from actors.logs import logging_config
 from actors.replica import EngineReplica
+from actors.routing import router_config
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
 from actors.tracing import check_tracing
 from model.errors import UserError
@@ -35,7 +37,7 @@ class GatewayDeployment:
     """The HTTP side as a deployment; the FastAPI application is made where the replica runs."""
 
     def __init__(self, engine: DeploymentHandle[Any], args: ServeArgs, key_hashes: tuple[str, ...]) -> None:
-        backend = ReplicaBackend(engine)
+        backend = ReplicaBackend(engine, sleeps=args.min_replicas == 0)
         admission = Admission(args.requests_at_once, args.max_requests_per_key)
         self._gateway = Gateway(
             backend=backend,
@@ -44,6 +46,7 @@ class GatewayDeployment:
             bodies=BodyReader(args.max_body_bytes, args.body_timeout_s),
             observer=make_observer(args, backend, admission, ask_gateways),
             deadline_s=args.deadline_s,
+            further=tuple(further.name for further in args.models),
         )
         self._cors_origins = args.cors_origins
 
@@ -77,11 +80,16 @@ def build(args: ServeArgs) -> Application:
         EngineReplica,
         name=REPLICA,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": args.gpus_per_replica},
+        request_router_config=router_config(args.routing, replicas=args.max_replicas),
         **_replicas(args),
         **common,
     )
     gateway: Any = serve.deployment(
-        serve.ingress()(GatewayDeployment), name=GATEWAY, ray_actor_options={"num_cpus": 0}, **common
+        serve.ingress()(GatewayDeployment),
+        name=GATEWAY,
+        ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # it costs no CPU or GPU: a new one stands before the old one goes
+        **common,
     )
     return gateway.bind(engine.bind(args), args, _key_hashes(args))
 
@@ -99,5 +107,4 @@ def _key_hashes(args: ServeArgs) -> tuple[str, ...]:
 def _replicas(args: ServeArgs) -> dict[str, Any]:
     if args.min_replicas == args.max_replicas:
         return {"num_replicas": args.min_replicas}
-    bounds = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
-    return {"autoscaling_config": {**bounds, "target_ongoing_requests": args.engine.max_rows}}
+    return {"autoscaling_config": autoscaling_config(args)}

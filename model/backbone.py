@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from model.adapters import adapter_revision, merge_adapter
 from model.attention import NAME as ATTENTION
 from model.config import CONFIG_KEY, BlockDiffusionConfig, default_sub_block
 from model.errors import UserError
@@ -68,8 +69,16 @@ class Backbone:
         return self.model.device
 
 
-def load_backbone(source: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Backbone:
+def load_backbone(
+    source: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    adapter: str | Path | None = None,
+) -> Backbone:
     """Load a model folder, URI or Hub id for inference (eval mode, no gradients needed).
+
+    adapter: a LoRA adapter to merge into the weights, see `model.adapters`.
 
     Raises UserError, one sentence, for a folder without config, without safetensors, with missing or unexpected
     weights, or whose "block_diffusion" does not fit its vocabulary.
@@ -77,15 +86,18 @@ def load_backbone(source: str | Path, *, dtype: torch.dtype = torch.float32, dev
     folder = fetch_model(source)
     tokenizer = load_tokenizer(folder)
     config, block_diffusion = read_config(folder, tokenizer)
-    model = _load_weights(folder, config, dtype).to(device).eval()
+    model = _load_weights(folder, config, dtype)
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
+    model = model.to(device).eval()
     if block_diffusion and block_diffusion.mask_token_id >= model.get_input_embeddings().num_embeddings:
         raise UserError(f"{folder}: mask_token_id {block_diffusion.mask_token_id} is outside the model's vocabulary.")
     return Backbone(
         model=model,
         tokenizer=tokenizer,
         block_diffusion=block_diffusion,
-        name=str(source),
-        revision=revision_of(folder),
+        name=str(source) if adapter is None else f"{source}+{adapter}",
+        revision=revision_of(folder) if adapter is None else f"{revision_of(folder)}+{adapter_revision(adapter)}",
         context_length=context_length_of(config),
         stop_token_ids=_stop_tokens(model, tokenizer),
     )

@@ -86,6 +86,14 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def known(self, most: int) -> list[Key]:
+        """At most `most` of the keys that `find` knows: those in use, then the latest used. For any thread: it copies
+        first, and what changes meanwhile is only missing."""
+        cached = list(self._cached)
+        published = dict(self._key_of)
+        idle = [published.pop(page) for page in reversed(cached) if page in published]
+        return [*published.values(), *idle][:most]
+
     def needed(self, pages: Iterable[int]) -> int:
         """How many of these found pages `share` would take from the available ones."""
         return sum(page in self._cached for page in pages)

@@ -61,12 +61,13 @@ def gateway_over(
     admission: Admission | None = None,
     bodies: BodyReader | None = None,
     deadline_s: float = 600.0,
+    further: tuple[str, ...] = (),
     **args: Any,
 ) -> Gateway:
     """A gateway over any backend; args: of ServeArgs, for what it observes with."""
     admission = admission or Admission(8)
     observer = make_observer(ServeArgs.model_validate({"model": "tiny", **args}), backend, admission)
-    return Gateway(backend, Access(keys), admission, bodies or BodyReader(2**20, 30), observer, deadline_s)
+    return Gateway(backend, Access(keys), admission, bodies or BodyReader(2**20, 30), observer, deadline_s, further)
 
 
 def direct_app(model: Path, *, keys: tuple[str, ...] = (), **args: Any) -> tuple[FastAPI, Gateway]:

@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from actors.gateway.backend import Backend, Served
+from actors.gateway.backend import Backend
 from actors.gateway.document import openapi_document
 from actors.gateway.gateway import Gateway, check_model
 from actors.gateway.streams import error_sent
@@ -50,14 +50,16 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     @app.api_route("/v1/models", methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         gateway.check_access(request)
-        return {"object": "list", "data": [_model_entry(await gateway.backend.served())]}
+        served = await gateway.backend.served()
+        names = (served.card.name, *gateway.further)
+        return {"object": "list", "data": [_model_entry(name, served.created) for name in names]}
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(request: Request, name: str) -> dict[str, Any]:
         gateway.check_access(request)
         served = await gateway.backend.served()
-        check_model({"model": name}, served.card.name)
-        return _model_entry(served)
+        check_model({"model": name}, (served.card.name, *gateway.further))
+        return _model_entry(name, served.created)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:
@@ -81,8 +83,8 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     return app
 
 
-def _model_entry(served: Served) -> dict[str, Any]:
-    return {"id": served.card.name, "object": "model", "created": served.created, "owned_by": "blockcast"}
+def _model_entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "blockcast"}
 
 
 async def _ready(backend: Backend) -> Response:

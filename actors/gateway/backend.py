@@ -30,14 +30,17 @@ class Served:
 class Backend(Protocol):
     """Where requests run. `generate` yields events up to one Finished or Failed; raises UserError or JobError.
 
-    traceparent: of the request's span, where it is traced. retries: runs begun again on another engine.
+    model: one of the further models by name; None is the default one. traceparent: of the request's span, where it is
+    traced. retries: runs begun again on another engine.
     """
 
     retries: int
 
-    async def served(self) -> Served: ...
+    async def served(self, model: str | None = None) -> Served: ...
 
-    def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]: ...
+    def generate(
+        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+    ) -> AsyncGenerator[Event, None]: ...
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.exposition import choose_encoder
@@ -57,6 +57,18 @@ def merge(told: Iterable[Told]) -> Families:
                         labels = {"model": part.model, **sample.labels, "replica": part.replica}
                         whole.samples.append(sample._replace(labels=labels))
     return Families(tuple(merged.values()))
+
+
+def joined(parts: Sequence[Told]) -> Told:
+    """What several models of one replica told, as one: the samples of all but the first name their model."""
+    first, *others = parts
+    families = list(first.families)
+    for part in others:
+        for family in part.families:
+            named = Metric(family.name, family.documentation, family.type, family.unit)
+            named.samples = [s._replace(labels={"model": part.model, **s.labels}) for s in family.samples]
+            families.append(named)
+    return Told(first.replica, first.model, tuple(families))
 
 
 def encode(families: Families, accept: str) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ class Gateway:
     """One gateway: a backend, who may ask it, how much at a time, and how long an answer may take.
 
     deadline_s: from the arrival of the body to the end of the answer; a request may ask for less (`X-Deadline-S`).
+    further: names of the models that the backend has beside its default one.
     """
 
     backend: Backend
@@ -49,6 +50,7 @@ class Gateway:
     bodies: BodyReader
     observer: Observer
     deadline_s: float = 600.0
+    further: tuple[str, ...] = ()
     # Tokenizers are not made for several threads at once, and a long prompt must not stop the event loop.
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
     _aborting: set[asyncio.Task[None]] = field(default_factory=set)
@@ -64,10 +66,9 @@ class Gateway:
         fields = await self.bodies.fields(http)
         seconds = self._seconds(http.headers.get(DEADLINE_HEADER))
         deadline = asyncio.get_running_loop().time() + seconds
-        served = await self.backend.served()
-        check_model(fields, served.card.name)
+        served, model = await self.choose(fields)
         self.admission.enter(key)
-        run = Run(self, key, seconds, deadline)
+        run = Run(self, key, seconds, deadline, model)
         begun = False
         try:
             call = await self._parse(fields, kind, served, record.id)
@@ -95,10 +96,15 @@ class Gateway:
         """The tokens that a prompt or a chat would be read as."""
         self.check_access(http)
         fields = await self.bodies.fields(http)
-        served = await self.backend.served()
-        check_model(fields, served.card.name)
+        served, _ = await self.choose(fields)
         ids = await self._off_loop(partial(parse_tokenize, fields, served.card))
         return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": served.card.context_length})
+
+    async def choose(self, fields: Mapping[str, Any]) -> tuple[Served, str | None]:
+        """The model that a request asks for, as the backend knows it: its name, None for the default one."""
+        default = await self.backend.served()
+        name = check_model(fields, (default.card.name, *self.further))
+        return (await self.backend.served(name), name) if name in self.further else (default, None)
 
     def check_access(self, http: Request) -> str | None:
         """Who asks (a name of the API key, None without keys). Raises RequestError 401 or 403."""
@@ -167,6 +173,7 @@ class Run:
     key: str | None
     seconds: float
     deadline: float
+    model: str | None = None
     call: Call | None = None
     ended: bool = True  # no row is left behind
     closed: bool = False
@@ -180,7 +187,8 @@ class Run:
         return _chained(first, events)
 
     async def _events(self, call: Call, traceparent: str | None) -> AsyncIterator[Event]:
-        async with aclosing(self.gateway.backend.generate(call.request, traceparent)) as events:
+        model = () if self.model is None else (self.model,)
+        async with aclosing(self.gateway.backend.generate(call.request, traceparent, *model)) as events:
             while not self.ended:
                 try:
                     async with asyncio.timeout_at(self.deadline):
@@ -212,10 +220,15 @@ async def _chained(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Ev
         yield event
 
 
-def check_model(fields: Mapping[str, Any], served: str) -> None:
+def check_model(fields: Mapping[str, Any], served: Sequence[str]) -> str | None:
+    """The asked model, one of those served; None where the field is no name (which is refused later)."""
     asked = fields.get("model")
+    names = ", ".join(repr(name) for name in served)
     if asked is None:
-        raise RequestError(f"model is required: this server has {served!r}.", param="model")
-    if isinstance(asked, str) and asked != served:
-        message = f"There is no model {asked[:200]!r}: this server has {served!r}."
+        raise RequestError(f"model is required: this server has {names}.", param="model")
+    if not isinstance(asked, str):
+        return None
+    if asked not in served:
+        message = f"There is no model {asked[:200]!r}: this server has {names}."
         raise RequestError(message, param="model", status=404, code="model_not_found")
+    return asked

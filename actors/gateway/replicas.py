@@ -25,6 +25,7 @@ from actors.gateway.asking import ask_all
 from actors.gateway.backend import Served, Unavailable
 from actors.gateway.exposition import Scrape
 from actors.gateway.replay import Replay
+from actors.liveness import this_actor
 from actors.replica import Refused
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
@@ -41,24 +42,34 @@ class _EngineGone(Exception):
 
 
 class ReplicaBackend:
-    """The gateway's `Backend` over Serve handles."""
+    """The gateway's `Backend` over Serve handles.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    sleeps: all replicas may be gone while nobody asks (min_replicas 0).
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], *, sleeps: bool = False) -> None:
         self._handle = handle
-        self._served: Served | None = None
+        self._served: dict[str | None, Served] = {}
         self._name = uuid.uuid4().hex
         self._wanted: dict[str, str] = {}  # request id -> id of its present run
         self._renewing: asyncio.Task[None] | None = None
+        self._sleeps = sleeps
+        self._proven = False
         self.retries = 0
 
-    async def served(self) -> Served:
-        if self._served is None:
-            self._served = await self._ask("served")
-        return self._served
+    async def served(self, model: str | None = None) -> Served:
+        if model not in self._served:
+            self._served[model] = await self._ask("served", model)
+            self._proven = True  # no replica answers before it has generated a token
+        return self._served[model]
 
-    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Events as if one engine had run the request from beginning to end, whichever engines did."""
         replay = Replay(request.id)
+        served = self._served.get(model)
+        revision = None if served is None else served.card.revision
         try:
             for attempt in range(len(RETRY_PAUSES_S) + 1):
                 run = _again(request, attempt, replay) if attempt else request
@@ -66,13 +77,14 @@ class ReplicaBackend:
                 self._keep_leases()
                 replay.begin()
                 try:
-                    async with aclosing(self._run(run, traceparent)) as events:
+                    async with aclosing(self._run(run, traceparent, model, revision)) as events:
                         async for event in events:
                             passed = replay.pass_on(event)
                             if passed is not None:
                                 yield passed
                     return
                 except _EngineGone as gone:
+                    self._served.pop(model, None)  # a new deployment may have other weights
                     log.warning(f"{run.id} lost its engine ({gone}): run {attempt + 1} begins")
                     if attempt == len(RETRY_PAUSES_S):
                         raise Unavailable(GONE) from gone
@@ -81,10 +93,12 @@ class ReplicaBackend:
         finally:
             self._wanted.pop(request.id, None)
 
-    async def _run(self, run: GenerationRequest, traceparent: str | None) -> AsyncGenerator[Event, None]:
+    async def _run(
+        self, run: GenerationRequest, traceparent: str | None, model: str | None, revision: str | None
+    ) -> AsyncGenerator[Event, None]:
         """One run on one engine. Raises _EngineGone where another one may still answer."""
-        generate = self._handle.options(stream=True, method_name="generate")
-        responses: Any = generate.remote(run, self._name, traceparent)
+        handle: Any = self._handle.options(stream=True, method_name="generate", multiplexed_model_id=model or "")
+        responses = handle.remote(run, self._name, traceparent, this_actor(), model, revision)
         try:
             async for events in responses:
                 for event in events:
@@ -105,7 +119,10 @@ class ReplicaBackend:
             await self._handle.broadcast("abort", request_id).results_async()
 
     async def ready(self) -> bool:
-        return bool(await self._ask("ready"))
+        """Whether a replica has generated a token. Where they sleep, once is enough: to ask again would wake one."""
+        if not (self._sleeps and self._proven):
+            self._proven = bool(await self._ask("ready"))
+        return self._proven
 
     async def metrics(self) -> Scrape:
         return await ask_all(self._handle, "metrics", METRICS_TIMEOUT_S)
@@ -123,9 +140,12 @@ class ReplicaBackend:
                 word = self._handle.broadcast("renew", self._name, tuple(self._wanted.values()))
                 await asyncio.wait_for(word.results_async(), RENEW_S)
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, model: str | None = None) -> Any:
+        handle = self._handle.options(method_name=method, multiplexed_model_id=model or "")
         try:
-            return await self._handle.options(method_name=method).remote()
+            return await (handle.remote() if model is None else handle.remote(model))
+        except RayTaskError as error:  # the replica's own code raised: the model does not load, or no engine moves
+            raise JobError("The engine replica failed: see its log.") from error
         except (RayError, RayServeException) as error:
             raise Unavailable("No engine replica answers: try again in a moment.") from error
 

@@ -164,19 +164,26 @@ class Decoder:
         return self.cache.pool.find(self._keys(row, row.encode_until - int(undecided)))
 
     def _keys(self, row: Row, tokens: int) -> list[Key]:
-        return chain_keys(self._salt(row), row.tokens[:tokens], self.cache.page_size)
+        return chain_keys(self._salt(row.block_size), row.tokens[:tokens], self.cache.page_size)
 
-    def _salt(self, row: Row) -> Key:
+    def salts(self) -> dict[str, Key]:
+        """The first key of the chains in the prefix cache, by decoding mode."""
+        salts = {"ar": self._salt(1)}
+        if self.backbone.block_diffusion is not None:
+            salts["diffusion"] = self._salt(self.backbone.block_diffusion.block_size)
+        return salts
+
+    def _salt(self, block_size: int) -> Key:
         """Everything but the tokens that keys and values depend on."""
         backbone = self.backbone
-        what = (backbone.name, backbone.revision, str(self.cache.dtype), self.cache.page_size, row.block_size)
+        what = (backbone.name, backbone.revision, str(self.cache.dtype), self.cache.page_size, block_size)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
     def _publish(self, row: Row) -> None:
         """Let others find the row's blocks that are committed now."""
         size = self.cache.page_size
         for index in range(len(row.keys), row.committed // size):
-            parent = row.keys[-1] if row.keys else self._salt(row)
+            parent = row.keys[-1] if row.keys else self._salt(row.block_size)
             row.keys += chain_keys(parent, row.tokens[index * size : (index + 1) * size], size)
             self.cache.pool.publish(row.pages[index], row.keys[index])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -78,6 +79,7 @@ def with_client(
     per_key: int | None = None,
     deadline_s: float = 60,
     cors_origins: tuple[str, ...] = (),
+    further: tuple[str, ...] = (),
     address: str = "127.0.0.1",
     log_format: str = "json",
 ) -> Any:
@@ -91,6 +93,7 @@ def with_client(
             bodies=BodyReader(1000, 5),
             deadline_s=deadline_s,
             log_format=log_format,
+            further=further,
         )
         app = create_app(gateway, cors_origins=cors_origins)
         transport = ASGITransport(app, client=(address, 5), raise_app_exceptions=False)
@@ -308,3 +311,41 @@ def test_other_origins_are_told_nothing_unless_they_are_named() -> None:
     assert ask(()) == {}
     assert ask(("https://page.example",))["access-control-allow-origin"] == "https://page.example"
     assert "access-control-allow-origin" not in ask(("https://other.example",))
+
+
+class TwoModels(ScriptedBackend):
+    """Beside "tiny" there is "tuned"; remembers which one each request was for."""
+
+    def __init__(self) -> None:
+        super().__init__(GOOD)
+        self.asked: list[str | None] = []
+
+    async def served(self, model: str | None = None) -> Served:
+        return Served(replace(CARD, name=model or CARD.name), DecodeConfig(), created=7)
+
+    async def generate(
+        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+    ) -> AsyncGenerator[Event, None]:
+        self.asked.append(model)
+        async for event in super().generate(request):
+            yield event
+
+
+def test_a_request_goes_to_the_model_it_names_and_all_are_listed() -> None:
+    backend = TwoModels()
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(m["id"], m["created"]) for m in listed] == [("tiny", 7), ("tuned", 7)]
+        assert (await client.get("/v1/models/tuned")).json()["id"] == "tuned"
+        for name in ("tuned", "tiny"):
+            answer = await client.post("/v1/completions", json={**PROMPT, "model": name})
+            assert answer.json()["model"] == name
+        refused = await client.post("/v1/completions", json={**PROMPT, "model": "absent"})
+        assert refused.status_code == 404 and "'tiny', 'tuned'" in refused.json()["error"]["message"]
+        assert (await client.get("/v1/models/absent")).status_code == 404
+        tokens = await client.post("/tokenize", json={**PROMPT, "model": "tuned"})
+        assert tokens.status_code == 200
+
+    with_client(backend, talk, further=("tuned",))
+    assert backend.asked == ["tuned", None]

@@ -42,3 +42,12 @@ def test_what_is_closed_is_expired_and_leaves_nothing_behind() -> None:
         assert leases.expired(request_id, 0.0)
     leases.close("never opened")
     assert not leases._leases and not leases._heard_at
+
+
+def test_a_word_from_elsewhere_that_the_gateway_lives_counts_like_a_renewal() -> None:
+    leases = Leases()
+    leases.open("r", "g", 0.0)
+    assert leases.expired("r", LEASE_S + 1) and leases.heard("r", LEASE_S + 1)
+    assert not leases.expired("r", LEASE_S + 2)
+    leases.close("r")
+    assert not leases.heard("r", LEASE_S + 3) and not leases._heard_at

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from actors.replica import check_engine
+from actors.loaded_model import check_engine
 from actors.request_types import DiffusionOptions
 from actors.serve_args import DecodeArgs, ServeArgs, check_config
 from actors.server import build
@@ -145,3 +146,16 @@ def test_an_engine_is_unhealthy_when_its_thread_ended_or_made_no_progress() -> N
     for alive, now in ((False, 100.0), (True, 111.0)):
         with pytest.raises(JobError):
             check_engine(alive=alive, progress_at=100.0, now=now, stall_s=10.0)
+
+
+def test_further_models_have_names_of_their_own_and_a_model_or_an_adapter() -> None:
+    args = ServeArgs.model_validate({"model": "m", "models": [{"name": "tuned", "adapter": "lora"}]})
+    assert (args.default_model.name, args.models[0].name) == ("m", "tuned")
+    for models, named in (
+        ([{"name": "m", "adapter": "a"}], "'m'"),
+        ([{"name": "x", "adapter": "a"}, {"name": "x", "model": "b"}], "'x'"),
+        ([{"name": "x"}], "neither"),
+        ([{"name": "", "model": "b"}], "name"),
+    ):
+        with pytest.raises(ValidationError, match=named):
+            ServeArgs.model_validate({"model": "m", "models": models})

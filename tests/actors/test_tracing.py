@@ -30,7 +30,7 @@ def traced(
     exporter = InMemorySpanExporter()
     tracers = [Tracer(SimpleSpanProcessor(exporter), ratio, part=part, replica=part) for part in ("gateway", "engine")]
     object.__setattr__(gateway.observer, "tracer", tracers[0])
-    gateway.backend.replicas[0]._observer._tracer = tracers[1]  # type: ignore[attr-defined]
+    gateway.backend.replicas[0]._shelf.default.observer._tracer = tracers[1]  # type: ignore[attr-defined]
 
     async def talk() -> list[dict[str, Any]]:
         async with client_of(app) as client:

@@ -71,10 +71,11 @@ def letters_after(letter: str, count: int) -> str:
     return "".join(LETTERS[(start + i) % len(LETTERS)] for i in range(count))
 
 
-def build_successor_model(folder: Path) -> Path:
+def build_successor_model(folder: Path, *, context: int = 512) -> Path:
     """Write the Hugging Face folder and return it."""
     size = VOCAB_SIZE + len(PIECES)
-    config = tiny_config(hidden_size=WIDTH, num_hidden_layers=1, tie_word_embeddings=False, vocab_size=size)
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": 1, "max_position_embeddings": context}
+    config = tiny_config(**shape, tie_word_embeddings=False, vocab_size=size)
     config.block_diffusion = BLOCK_DIFFUSION
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)

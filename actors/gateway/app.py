@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from actors.gateway.backend import Backend, Served
 from actors.gateway.gateway import Gateway, check_model
+from actors.gateway.page import add_page
 from actors.gateway.streams import error_sent
 from actors.request_types import ChatFields, CompletionFields, TokenizeFields
 from actors.responses import error_body
@@ -71,12 +72,17 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     async def ready() -> Response:
         return await _ready(gateway.backend)
 
+    add_page(app, gateway)
     _shape_errors(app)
     return app
 
 
 def _model_entry(served: Served) -> dict[str, Any]:
-    return {"id": served.card.name, "object": "model", "created": served.created, "owned_by": "blockcast"}
+    """OpenAI's four keys, and how the model writes blocks (null: token by token only)."""
+    adapted = served.card.block_diffusion
+    blocks = adapted and {"block_size": adapted.block_size, "sub_block_size": adapted.sub_block_size}
+    own = {"context_length": served.card.context_length, "block_diffusion": blocks}
+    return {"id": served.card.name, "object": "model", "created": served.created, "owned_by": "blockcast", **own}
 
 
 async def _ready(backend: Backend) -> Response:

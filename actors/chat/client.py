@@ -42,7 +42,7 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--url {url!r} is no web address: give one like http://127.0.0.1:8000/v1.")
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
         self._key = key
         # A proxy that the environment names stands between this machine and others, never before itself.
         direct = [urllib.request.ProxyHandler({})] if is_loopback(parts.hostname) else []

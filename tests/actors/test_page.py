@@ -1,4 +1,4 @@
-"""The page's files as the gateway sends them: complete, from nowhere else, behind a strict policy, to whom they may go."""
+"""The page's files as the gateway sends them: complete, from nowhere else, behind a strict policy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 // The gateway's HTTP interface: which models there are, and an answer as a stream of events. Errors are sentences.
 
 const SILENT = "The server does not answer: is it still running?";
+const BROKEN = "The connection broke before the answer was complete: send it again.";
 
 export class Refusal extends Error {
   /** What the server refused: its own sentence, and the HTTP status. */
@@ -28,7 +29,7 @@ export async function* answer(path, body, { key, signal }) {
     if (data.error) throw new Refusal(data.error.message, 500);
     yield { name: message.name, data };
   }
-  if (!whole) throw new Error("The server ended the answer too early: send it again.");
+  if (!whole) throw new Error(BROKEN);
 }
 
 function headers(key) {
@@ -37,18 +38,19 @@ function headers(key) {
 }
 
 async function send(path, request) {
-  const response = await reached(fetch(path, request));
+  const response = await or(SILENT, fetch(path, request));
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const sentence = body?.error?.message ?? `The server answered with status ${response.status}.`;
   throw new Refusal(sentence, response.status);
 }
 
-async function reached(promise) {
+/** What is awaited, or `sentence` as its error; whoever stopped it gets the AbortError. */
+async function or(sentence, promise) {
   try {
     return await promise;
   } catch (error) {
-    throw error.name === "AbortError" ? error : new Error(SILENT);
+    throw error.name === "AbortError" ? error : new Error(sentence);
   }
 }
 
@@ -58,7 +60,7 @@ async function* messages(body) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reached(reader.read());
+      const { value, done } = await or(BROKEN, reader.read());
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();

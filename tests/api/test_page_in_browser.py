@@ -153,7 +153,7 @@ def test_both_ways_of_writing_fill_side_by_side_with_the_apis_own_figures(
         assert here.figure(pane, "per_forward") == f"{api['diffusion']['tokens_per_forward']:.2f}"
         assert float(here.figure(pane, "speed")) > 0
     status = here.page.get_by_role("status").inner_text()
-    assert ("times its tokens/s" in status) == in_turn, "speeds are compared only where neither slowed the other"
+    assert ("Tokens/s of blocks over token by token" in status) == in_turn, "speeds are compared only where neither slowed the other"
 
 
 def test_the_timeline_shows_which_position_opened_at_which_forward_and_the_slider_looks_back(

@@ -106,11 +106,11 @@ function verdict(modes, inTurn) {
   const [blocks, ar] = modes.map((mode) => panes[mode].trace);
   const ratio = (blocks.speed / ar.speed).toFixed(2);
   const speed = inTurn
-    ? `, at ${ratio} times its tokens/s`
-    : "; both shared the engine, so compare tokens/s one after the other (Settings)";
+    ? `Tokens/s of blocks over token by token: ${ratio}.`
+    : "Both shared the engine: to compare tokens/s, run one after the other (Settings).";
   return (
     `Done: in blocks ${blocks.end.tokens} tokens took ${blocks.end.forwards} forwards, ` +
-    `token by token ${ar.end.tokens} took ${ar.end.forwards}${speed}.`
+    `token by token ${ar.end.tokens} took ${ar.end.forwards}. ${speed}`
   );
 }
 

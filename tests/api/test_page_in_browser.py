@@ -17,6 +17,7 @@ from actors.events import Canvas, Delta, Finished
 from actors.gateway.backend import Served
 from model.config import DecodeConfig
 from model.decoding import GenerationResult, Reveal
+from model.errors import JobError
 from tests.actors.test_gateway import ScriptedBackend
 from tests.actors.test_protocol import AR_CARD
 from tests.api.conftest import MODEL, Server
@@ -153,7 +154,9 @@ def test_both_ways_of_writing_fill_side_by_side_with_the_apis_own_figures(
         assert here.figure(pane, "per_forward") == f"{api['diffusion']['tokens_per_forward']:.2f}"
         assert float(here.figure(pane, "speed")) > 0
     status = here.page.get_by_role("status").inner_text()
-    assert ("Tokens/s of blocks over token by token" in status) == in_turn, "speeds are compared only where neither slowed the other"
+    assert ("Tokens/s of blocks over token by token" in status) == in_turn, (
+        "speeds are compared only where neither slowed the other"
+    )
 
 
 def test_the_timeline_shows_which_position_opened_at_which_forward_and_the_slider_looks_back(
@@ -174,22 +177,15 @@ def test_the_timeline_shows_which_position_opened_at_which_forward_and_the_slide
     slider.press("Home")
     assert here.pane("blocks").locator(".cell:not(.masked)").count() == 0
     slider.press("ArrowRight")
-    assert here.pane("blocks").locator("output").inner_text().startswith("forward 1 of ")
+    assert here.pane("blocks").locator(".moment").inner_text().startswith("forward 1 of ")
     first = [x for x, y in places["blocks"] if y == 0]
     assert here.pane("blocks").locator(".cell:not(.masked)").count() == len(first)
     slider.press("End")
     assert here.pane("blocks").locator(".cell:not(.masked)").count() == len(places["blocks"])
 
 
-def test_stop_ends_both_answers_and_frees_their_rows(visit: Any, server: Server) -> None:
+def test_a_prompt_can_go_without_the_chat_template(visit: Any, server: Server) -> None:
     here = visit(server.url)
-    here.ask("a", plain=True, max_tokens=400)
-    here.pane("ar").locator(".cell:not(.masked)").nth(5).wait_for()
-    here.page.get_by_role("button", name="Stop").click()
-    here.until_status("Stopped.")
-    while server.stats().running or server.stats().waiting:
-        here.page.wait_for_timeout(20)
-    assert here.pane("ar").locator(".cell:not(.masked)").count() < 400
     here.ask("a", plain=True, max_tokens=10)
     here.until_status("Done")
     assert here.pane("blocks").locator("pre").text_content() == letters_after("a", 10)
@@ -242,6 +238,26 @@ def spelling(text: str) -> list[Any]:
         steps_per_block=[len(ids)],
     )
     return [*canvases, Delta("x", tuple(ids), text), Finished(result)]
+
+
+@pytest.mark.parametrize("key", [None, "Escape"])
+def test_stop_ends_both_answers_and_frees_their_rows(visit: Any, key: str | None) -> None:
+    backend = ScriptedBackend([*spelling("half")[:2], "wait"])
+    with listening(backend) as address:
+        here = visit(address)
+        here.ask("Hello")
+        for pane in ("blocks", "ar"):
+            here.pane(pane).locator(".cell:not(.masked)").nth(1).wait_for()
+        here.page.keyboard.press(key) if key else here.page.get_by_role("button", name="Stop").click()
+        here.until_status("Stopped.")
+        while len(backend.aborted) < 2:
+            here.page.wait_for_timeout(20)
+        assert sorted(backend.aborted) == sorted(backend.running)
+        assert here.pane("blocks").locator(".canvas").inner_text().strip() == "lf", "what was opened stays"
+        backend.script = spelling("whole")
+        here.ask("Hello")
+        here.until_status("Done")
+        assert here.pane("blocks").locator("pre").text_content() == "whole"
 
 
 def test_what_a_model_writes_is_text_and_never_markup(visit: Any) -> None:
@@ -297,11 +313,18 @@ def test_a_model_that_was_not_adapted_shows_one_way_and_says_why(visit: Any) -> 
         assert here.pane("ar").locator("pre").text_content() == "fine"
 
 
-def test_an_answer_that_breaks_off_says_so_and_keeps_what_was_written(visit: Any) -> None:
-    backend = ScriptedBackend([*spelling("half of it")[:-1], Exception("secret")])
-    with listening(backend) as address:
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [
+        (JobError("It broke."), "It broke."),
+        (Exception("secret"), "The connection broke before the answer was complete: send it again."),
+    ],
+)
+def test_an_answer_that_breaks_off_is_told_in_a_sentence(visit: Any, failure: Exception, sentence: str) -> None:
+    with listening(NotAdapted([*spelling("half of it")[:-1], failure])) as address:
         here = visit(address)
         here.ask("Hello")
-        here.until_problem("The connection broke before the answer was complete: send it again.")
-        assert here.pane("blocks").locator("pre").text_content() == "half of it"
-        here.complaints.clear()
+        here.until_problem(sentence)
+        if isinstance(failure, JobError):
+            assert here.pane("ar").locator("pre").text_content() == "half of it"
+        here.complaints.clear()  # Chromium's console tells of the broken connection

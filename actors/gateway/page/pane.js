@@ -13,7 +13,7 @@ export class Pane {
     this.figure = section.querySelector(".timeline");
     this.timeline = new Timeline(section.querySelector("svg"));
     this.slider = section.querySelector("input");
-    this.output = section.querySelector("output");
+    this.moment = section.querySelector(".moment");
     this.details = section.querySelector(".text");
     this.pre = section.querySelector("pre");
     this.slider.setAttribute("aria-label", `Look back at ${section.querySelector("h2").textContent}`);
@@ -112,7 +112,8 @@ export class Pane {
   #lookBack(step) {
     this.elements.forEach((_, position) => this.#draw(position, step));
     this.timeline.mark(step);
-    this.output.textContent = `forward ${step} of ${this.trace.steps}`;
+    this.moment.textContent = `forward ${step} of ${this.trace.steps}`;
+    this.slider.setAttribute("aria-valuetext", this.moment.textContent);
   }
 
   #figures() {

@@ -10,17 +10,15 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from actors.access import Access
-from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Backend
-from actors.gateway.gateway import Gateway
+from tests.direct import gateway_over
 
 
 @contextmanager
 def listening(backend: Backend, *, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """The address of the gateway, without a slash at its end. keys: SHA-256 in hex, as `Access` takes them."""
-    app = create_app(Gateway(backend, Access(keys), Admission(8)))
+    app = create_app(gateway_over(backend, keys=keys))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -81,7 +81,7 @@ def _model_entry(served: Served) -> dict[str, Any]:
     """OpenAI's four keys, and how the model writes blocks (null: token by token only)."""
     adapted = served.card.block_diffusion
     blocks = adapted and {"block_size": adapted.block_size, "sub_block_size": adapted.sub_block_size}
-    own = {"context_length": served.card.context_length, "block_diffusion": blocks}
+    own = {"max_model_len": served.card.context_length, "block_diffusion": blocks}
     return {"id": served.card.name, "object": "model", "created": served.created, "owned_by": "blockcast", **own}
 
 

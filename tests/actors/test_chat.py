@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,9 +31,11 @@ class RecordingBackend(ScriptedBackend):
         super().__init__(script)
         self.prompts: list[str] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[EngineEvent]:
+    async def generate(
+        self, request: GenerationRequest, traceparent: str | None = None
+    ) -> AsyncGenerator[EngineEvent, None]:
         self.prompts.append(str(tiny_tokenizer().decode(request.prompt_ids)))
-        async for event in super().generate(request):
+        async for event in super().generate(request, traceparent):
             yield event
 
 

@@ -73,4 +73,4 @@ def test_without_keys_the_page_is_for_this_machine_and_with_keys_it_is_open_but_
 def test_a_listed_model_says_how_it_writes_blocks() -> None:
     entry = get("/v1/models").json()["data"][0]
     assert entry["block_diffusion"] == {"block_size": 8, "sub_block_size": 4}
-    assert entry["context_length"] == 512
+    assert entry["max_model_len"] == 512

@@ -35,8 +35,8 @@ export class Trace {
       const part = bytesOf(reveal.text);
       const glyph = part ? hex(part) : reveal.text;
       const { text, confidence } = reveal;
+      this.decided += this.cells[position] ? 0 : 1; // an answer that another engine continues repeats some
       this.cells[position] = { position, text, glyph, part, joined: false, confidence, step: this.steps };
-      this.decided += 1;
       changed.add(position);
       if (part) this.#join(position).forEach((near) => changed.add(near));
     }

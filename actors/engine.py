@@ -378,8 +378,8 @@ class Engine:
         if outcome.error is not None:
             self._end(request.id, Failed(request.id, outcome.error), listener)
             return
-        if request.trace and outcome.phase is Phase.DENOISE:
-            listener(Canvas(request.id, outcome.block_start, outcome.reveals))
+        if request.trace and outcome.reveals:
+            listener(_canvas(outcome))
         token_ids, text = row.take_delta()
         if token_ids or text:
             listener(Delta(request.id, token_ids, text, row.logprobs(len(token_ids))))
@@ -410,6 +410,18 @@ class Engine:
     def _check_idle(self) -> None:
         """When nothing runs every page must be free: a leak would shrink the engine until it stands still."""
         self.decoder.cache.pool.check()
+
+
+def _canvas(outcome: Outcome) -> Canvas:
+    row = outcome.row
+    return Canvas(
+        row.request.id,
+        block_start=outcome.block_start,
+        reveals=outcome.reveals,
+        block_size=row.block_size,
+        sub_block_size=row.sub_block_size,
+        prompt_tokens=row.prompt_length,
+    )
 
 
 def generate_all(

@@ -24,11 +24,18 @@ class Delta:
 
 @dataclass(frozen=True)
 class Canvas:
-    """For requests with `trace`: what one denoising step revealed, in the block that starts at `block_start`."""
+    """For requests with `trace`: what one forward decided, in the block that starts at `block_start`.
+
+    Positions count from the prompt's first token; every one from `prompt_tokens` on is in one canvas only. A commit or
+    the prompt's last chunk decides one at most. block_size and sub_block_size are 1 where tokens come one by one.
+    """
 
     id: str
     block_start: int
     reveals: tuple[Reveal, ...]
+    block_size: int
+    sub_block_size: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +95,23 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def canvas(event: Canvas) -> dict[str, Any]:
-    """What one denoising step revealed; positions count from the prompt's first token and may come in any order."""
-    reveals = [{"position": r.position, "token_id": r.token, "confidence": r.confidence} for r in event.reveals]
-    return {"id": event.id, "block_start": event.block_start, "reveals": reveals}
+def canvas(event: Canvas, texts: Sequence[str]) -> dict[str, Any]:
+    """What one forward decided; positions count from the prompt's first token and may come in any order.
+
+    texts: each revealed token as a person reads it (`actors.logprobs.token_text`).
+    """
+    reveals = [
+        {"position": r.position, "token_id": r.token, "confidence": r.confidence, "text": text}
+        for r, text in zip(event.reveals, texts, strict=True)
+    ]
+    return {
+        "id": event.id,
+        "prompt_tokens": event.prompt_tokens,
+        "block_size": event.block_size,
+        "sub_block_size": event.sub_block_size,
+        "block_start": event.block_start,
+        "reveals": reveals,
+    }
 
 
 def sse(data: dict[str, Any], *, event: str | None = None) -> str:

@@ -11,9 +11,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from actors.gateway.backend import Backend
+from actors.gateway.backend import Backend, Served
 from actors.gateway.document import openapi_document
 from actors.gateway.gateway import Gateway, check_model
+from actors.gateway.page import add_page
 from actors.gateway.streams import error_sent
 from actors.responses import error_body
 from model.errors import JobError, UserError
@@ -52,14 +53,14 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
         gateway.check_access(request)
         served = await gateway.backend.served()
         names = (served.card.name, *gateway.further)
-        return {"object": "list", "data": [_model_entry(name, served.created) for name in names]}
+        return {"object": "list", "data": [_model_entry(name, served) for name in names]}
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(request: Request, name: str) -> dict[str, Any]:
         gateway.check_access(request)
         served = await gateway.backend.served()
         check_model({"model": name}, (served.card.name, *gateway.further))
-        return _model_entry(name, served.created)
+        return _model_entry(name, served)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:
@@ -79,12 +80,19 @@ def create_app(gateway: Gateway, *, cors_origins: Sequence[str] = ()) -> FastAPI
     async def openapi() -> dict[str, Any]:
         return document
 
+    add_page(app, gateway)
     _shape_errors(app)
     return app
 
 
-def _model_entry(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "blockcast"}
+def _model_entry(name: str, served: Served) -> dict[str, Any]:
+    """OpenAI's four keys; of the default model also how it writes blocks (null: token by token only)."""
+    entry = {"id": name, "object": "model", "created": served.created, "owned_by": "blockcast"}
+    if name != served.card.name:
+        return entry
+    adapted = served.card.block_diffusion
+    blocks = adapted and {"block_size": adapted.block_size, "sub_block_size": adapted.sub_block_size}
+    return {**entry, "max_model_len": served.card.context_length, "block_diffusion": blocks}
 
 
 async def _ready(backend: Backend) -> Response:

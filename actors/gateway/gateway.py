@@ -20,16 +20,16 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from actors.access import Access
-from actors.events import Event, Failed, Finished
+from actors.events import Canvas, Event, Failed, Finished
 from actors.fields import RequestError
 from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
 from actors.gateway.record import Observer, RequestRecord
-from actors.gateway.streams import EventStream, Shape, raise_failure, result_of, stream_events
-from actors.logprobs import Logprobs, LogprobWriter, Tokens
+from actors.gateway.streams import Draw, EventStream, Shape, raise_failure, result_of, stream_events
+from actors.logprobs import Logprobs, LogprobWriter, Tokens, token_bytes, token_text
 from actors.protocol import Call, Kind, parse_call, parse_tokenize
-from actors.responses import Reply
+from actors.responses import Reply, canvas
 from model.errors import UserError
 
 DEADLINE_HEADER = "X-Deadline-S"
@@ -85,7 +85,7 @@ class Gateway:
             events = record.overhear(await run.begin(call, record.traceparent))
             if call.stream:
                 begun = True
-                return EventStream(stream_events(reply, events, shape), run.close)
+                return EventStream(stream_events(reply, events, shape, self._drawing(served)), run.close)
             result = await result_of(events)
             return JSONResponse(reply.whole(result, await shape(result.token_ids, result.logprobs)))
         finally:
@@ -154,6 +154,19 @@ class Gateway:
             return await self._off_loop(write)
 
         return shape
+
+    def _drawing(self, served: Served) -> Draw:
+        """What puts a canvas into words: its tokens' text is the tokenizer's work."""
+
+        def written(event: Canvas) -> dict[str, Any]:
+            tokenizer = served.card.tokenizer
+            texts = [token_text(r.token, token_bytes(tokenizer, r.token)) for r in event.reveals]
+            return canvas(event, texts)
+
+        async def draw(event: Canvas) -> dict[str, Any]:
+            return await self._off_loop(partial(written, event))
+
+        return draw
 
     def abort(self, request_id: str) -> None:
         """Free the row of a client that left, without waiting for it."""

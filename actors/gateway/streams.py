@@ -12,10 +12,11 @@ from actors.events import Canvas, Delta, Event, Failed, Finished
 from actors.fields import RequestError
 from actors.gateway.backend import Unavailable
 from actors.logprobs import Logprobs, Tokens
-from actors.responses import DONE, Reply, canvas, error_body, sse
+from actors.responses import DONE, Reply, error_body, sse
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
 
+Draw = Callable[[Canvas], Awaitable[dict[str, Any]]]
 Shape = Callable[[Tokens, Logprobs | None], Awaitable[dict[str, Any] | None]]
 
 
@@ -38,7 +39,7 @@ class EventStream(StreamingResponse):
                 close()
 
 
-async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape) -> AsyncIterator[str]:
+async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape, draw: Draw) -> AsyncIterator[str]:
     """The events as SSE text. What fails after the status was sent becomes an error event, and no [DONE] follows it."""
     try:
         for chunk in reply.opening():
@@ -48,7 +49,7 @@ async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape
             if isinstance(event, Delta) and (event.text or event.logprobs):
                 yield sse(reply.delta(event.text, await shape(event.token_ids, event.logprobs)))
             elif isinstance(event, Canvas):
-                yield sse(canvas(event), event="canvas")
+                yield sse(await draw(event), event="canvas")
             elif isinstance(event, Finished):
                 yield "".join(sse(chunk) for chunk in reply.closing(event.result)) + DONE
     except (UserError, JobError) as error:

@@ -211,7 +211,7 @@ class Row:
         head = (phase is Phase.COMMIT or keep == self.encode_until) and self.state[keep] == MASKED
         candidates = self._candidates(keep, head_known=False) if self._fuses(phase, keep, head) else NONE
         if not len(candidates):
-            return Query(phase, start, keep, keep, self.tokens[start:keep], head=head)
+            return Query(phase, start, keep, keep, self.tokens[start:keep], head=head, block_start=keep)
         end = min(keep + self.block_size, self.end)
         assumed = self._guess if head and self.request.fused == "speculative" else None
         canvas = self._canvas(keep, end)

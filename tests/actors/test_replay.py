@@ -80,7 +80,7 @@ def test_a_run_that_differs_is_an_error_never_a_wrong_word(other: Event) -> None
 
 def test_canvases_of_what_was_seen_already_are_left_out() -> None:
     replay = Replay("r")
-    canvas = Canvas("r~1", 0, ())
+    canvas = Canvas("r~1", 0, (), block_size=8, sub_block_size=4, prompt_tokens=3)
     assert take(replay, [canvas, Delta("r", (10, 11), "ab"), canvas]) == [
         replace(canvas, id="r"),
         Delta("r", (10, 11), "ab"),

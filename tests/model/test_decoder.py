@@ -361,23 +361,25 @@ def test_a_vocabulary_of_stops_gives_one_token_and_no_text(sharp_backbone: Backb
         assert (result.completion_tokens, result.text, result.finish_reason) == (1, "", "stop")
 
 
-def test_traced_reveals_are_the_answer(sharp_backbone: Backbone) -> None:
-    """Every position is revealed once; what is not revealed in a step is the first slot of a block."""
+@pytest.mark.parametrize("prompt", [10, 2 * BLOCK])
+@pytest.mark.parametrize("kind", [{}, {"fused": "speculative"}, {"fused": "masked_head"}, {"mode": "ar"}])
+def test_traced_reveals_are_the_answer(sharp_backbone: Backbone, kind: dict[str, Any], prompt: int) -> None:
+    """Every position is in one canvas, whichever forward decided it, and in the block that the canvas names."""
     seen: dict[int, int] = {}
+    block = 1 if kind.get("mode") == "ar" else BLOCK
 
     def listen(event: Event) -> None:
         if isinstance(event, Canvas):
+            assert event.reveals and (event.block_size, event.prompt_tokens) == (block, prompt)
             for reveal in event.reveals:
                 assert reveal.position not in seen
-                assert event.block_start <= reveal.position < event.block_start + BLOCK
+                assert event.block_start <= reveal.position < event.block_start + block
                 seen[reveal.position] = reveal.token
 
     engine = Engine(sharp_backbone)
-    request = make_request("r", prompt_of(10), 30, trace=True)
+    request = make_request("r", prompt_of(prompt), 30, trace=True, **kind)
     engine.submit(request, listen)
     engine.run_until_idle()
     token_ids = answer(sharp_backbone, renamed(request, "again")).token_ids
-    for position, token in enumerate(token_ids, start=10):
-        assert seen.get(position, token) == token
-        assert position in seen or position % BLOCK == 0
+    assert tuple(seen[position] for position in range(prompt, prompt + len(token_ids))) == token_ids
     assert generate_all(engine, [renamed(request, "once more")])[0].token_ids == token_ids

@@ -44,7 +44,7 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
 
 test-faults: setup
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(BIN)/python -m pytest -m faults --at-length $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -42,8 +42,8 @@ def letters_after(letter: str, count: int) -> str:
     return "".join(LETTERS[(start + i) % len(LETTERS)] for i in range(count))
 
 
-def build_successor_model(folder: Path) -> Path:
-    """Write the Hugging Face folder and return it."""
+def build_successor_model(folder: Path, sharpness: float = SHARPNESS) -> Path:
+    """Write the Hugging Face folder and return it. sharpness: a successor's logit; if it is small, hot draws wander."""
     config = tiny_config(hidden_size=WIDTH, num_hidden_layers=1, tie_word_embeddings=False)
     config.block_diffusion = BLOCK_DIFFUSION
     model = LlamaForCausalLM(config)
@@ -56,7 +56,7 @@ def build_successor_model(folder: Path) -> Path:
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.zero_()
         for token, following in successors().items():
-            model.lm_head.weight[following] = SHARPNESS / WIDTH**0.5 * embeddings[token]
+            model.lm_head.weight[following] = sharpness / WIDTH**0.5 * embeddings[token]
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -1,0 +1,211 @@
+"""The faults: how each is done to a running service, and when the service is whole again."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from model.errors import JobError
+from pipelines.benches.serving.load import Load, wait_for
+from pipelines.benches.serving.tally import Fault, Tally
+from tests.faults.serving import REPLICAS, Rig, serve_args
+
+WARM, AFTER = 8, 8  # right answers before a fault, and after it is over
+WHOLE_S, ANSWER_S = 150.0, 90.0
+REDEPLOY_S = 240.0
+FULL_ANSWERS = 30  # right answers while the disk is full
+CHUNK = 2**20
+
+Inject = Callable[[Rig, Load], list[int]]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """inject: does it and returns the processes that must go. often: times at length. cuts_connections: whether clients
+    are connected to what is killed. needs: None, "redis" or "disk".
+    """
+
+    name: str
+    inject: Inject
+    often: int
+    cuts_connections: bool = False
+    needs: str | None = None
+
+    def missing(self, rig: Rig) -> str | None:
+        """Why this cannot be done here."""
+        if self.needs == "redis" and rig.redis is None:
+            return "there is no redis-server"
+        if self.needs == "disk" and rig.disk is None:
+            return "mounting a small filesystem needs root, and leave to"
+        return None
+
+
+def kill_replica(rig: Rig, load: Load) -> list[int]:
+    return kill(rig.service.processes("replica")[:1])
+
+
+def kill_proxy(rig: Rig, load: Load) -> list[int]:
+    return kill(rig.service.processes("proxy"))
+
+
+def stop_replica(rig: Rig, load: Load) -> list[int]:
+    process = rig.service.processes("replica")[0]
+    process.suspend()
+    return [process.pid]
+
+
+def kill_engine_thread(rig: Rig, load: Load) -> list[int]:
+    return [int(rig.service.tell("call", method="kill_engine_thread"))]
+
+
+def stick_engine(rig: Rig, load: Load) -> list[int]:
+    return [int(rig.service.tell("call", method="stick_engine"))]
+
+
+def kill_controller(rig: Rig, load: Load) -> list[int]:
+    gone = [process.pid for process in rig.service.processes("controller")]
+    rig.service.tell("kill_controller")
+    return gone
+
+
+def redeploy(rig: Rig, load: Load) -> list[int]:
+    """Another number of rows: every replica is replaced."""
+    gone = [process.pid for process in rig.service.processes("replica")]
+    rig.rows = 5 if rig.rows == 4 else 4
+    rig.service.tell("redeploy", args=serve_args(rig.model, engine={"max_rows": rig.rows}), timeout_s=REDEPLOY_S)
+    return gone
+
+
+def fill_disk(rig: Rig, load: Load) -> list[int]:
+    """Not a byte is left where Ray keeps its logs and sockets, while answers go on."""
+    assert rig.disk is not None
+    with no_space(rig.disk):
+        load.await_right(FULL_ANSWERS, time.monotonic(), ANSWER_S)
+    return []
+
+
+def kill_replica_on_a_full_disk(rig: Rig, load: Load) -> list[int]:
+    """One replica goes while no new one can write its logs; it is replaced at the latest when there is space again."""
+    assert rig.disk is not None
+    with no_space(rig.disk):
+        gone = kill_replica(rig, load)
+        load.await_right(FULL_ANSWERS, time.monotonic(), ANSWER_S)
+    return gone
+
+
+def restart_gcs(rig: Rig, load: Load) -> list[int]:
+    """Kill Ray's control store and start it again as it was: what it knew is in Redis."""
+    process = rig.service.processes("gcs")[0] if not rig.gcs else psutil.Process(rig.gcs[-1].pid)
+    command, environment = process.cmdline(), process.environ()
+    process.kill()
+    if rig.gcs:
+        rig.gcs[-1].wait()
+    time.sleep(1.0)
+    quiet = subprocess.DEVNULL
+    rig.gcs.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True))
+    return [process.pid]
+
+
+SCENARIOS = (
+    Scenario("SIGKILL of an engine replica", kill_replica, 20),
+    Scenario("engine thread killed", kill_engine_thread, 5),
+    Scenario("engine stuck in a forward", stick_engine, 5),
+    Scenario("replica process stopped (SIGSTOP)", stop_replica, 3),
+    Scenario("Serve controller killed", kill_controller, 5),
+    Scenario("redeployed with another configuration", redeploy, 3),
+    Scenario("disk full", fill_disk, 1, needs="disk"),
+    Scenario("SIGKILL of an engine replica, disk full", kill_replica_on_a_full_disk, 2, needs="disk"),
+    Scenario("GCS killed and restarted, Redis behind it", restart_gcs, 3, needs="redis"),
+    Scenario("SIGKILL of the Serve proxy", kill_proxy, 3, cuts_connections=True),
+)
+
+
+@dataclass
+class Report:
+    """What became of the load. answered: seconds from each fault to the first right answer to a request that began
+    after it; whole: until everything ran again.
+    """
+
+    scenario: Scenario
+    answered: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    tally: Tally | None = None
+
+
+def befall(rig: Rig, scenario: Scenario, times: int) -> Report:
+    """Let the fault happen so often under one load, each time when the service is whole and answers."""
+    report = Report(scenario)
+    rig.settle()
+    with rig.load() as load:
+        for _ in range(times):
+            load.await_right(WARM, time.monotonic(), ANSWER_S)
+            _one(rig, load, report)
+        load.await_right(AFTER, time.monotonic(), ANSWER_S)
+    report.tally = Tally.of(load.records, report.faults, cuts_connections=scenario.cuts_connections)
+    return report
+
+
+def _one(rig: Rig, load: Load, report: Report) -> None:
+    at = time.monotonic()
+    gone = report.scenario.inject(rig, load)
+    first = load.await_right(1, at, ANSWER_S)[0]
+    try:
+        wait_for(lambda: not alive(gone) and rig.service.whole(REPLICAS), "the service to be whole", WHOLE_S, 0.1)
+    except JobError as error:
+        raise JobError(f"{report.scenario.name}: {error} {load_figures(load)}") from error
+    over = time.monotonic()
+    report.answered.append(first.ended - at)
+    report.whole.append(over - at)
+    report.faults.append(Fault(at, max(over, first.ended)))
+
+
+def load_figures(load: Load) -> str:
+    return f"So far: {Tally.of(load.records).line()}."
+
+
+def kill(processes: list[psutil.Process]) -> list[int]:
+    """SIGKILL; their ids."""
+    assert processes, "there is nothing to kill"
+    for process in processes:
+        process.kill()
+    return [process.pid for process in processes]
+
+
+def alive(pids: list[int]) -> bool:
+    """Whether any of them still runs."""
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            continue
+    return False
+
+
+@contextmanager
+def no_space(disk: Path) -> Iterator[None]:
+    """A file takes whatever the disk has left."""
+    filler = disk / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            fill(file.write)
+            yield
+    finally:
+        filler.unlink()
+
+
+def fill(write: Callable[[bytes], int | None]) -> None:
+    """Write until nothing more goes in, at last byte by byte."""
+    size = CHUNK
+    while size:
+        try:
+            write(b"\0" * size)
+        except OSError:
+            size //= 2

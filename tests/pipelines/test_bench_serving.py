@@ -1,4 +1,4 @@
-"""The benches of serving: what becomes of a request is told truly, memory's slope has its noise, and both benches run."""
+"""The benches of serving: what became of a request is told truly, a slope has its noise, and both benches run."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_stream_is_right_only_with_all_its_text_its_usage_and_its_end() -> Non
         events(*text("ab", "cd", finish="length"), USAGE),
         events(*text("ab", "cd"), USAGE, DONE),
         events(*text("ab", "cd", finish="length"), DONE),
-        events(*text("ab", "cd", finish="length"), USAGE, DONE, *text("e")),
+        events(*text("ab", "cd", finish="length"), USAGE, DONE, USAGE),
         events(*text("ab"), ERROR, DONE),
     ):
         assert asked(unfinished, stream=True).outcome is Outcome.LOST

@@ -19,7 +19,7 @@ from tests.faults.serving import REPLICAS, Rig, serve_args
 WARM, AFTER = 8, 8  # right answers before a fault, and after it is over
 WHOLE_S, ANSWER_S = 150.0, 90.0
 REDEPLOY_S = 240.0
-FULL_ANSWERS = 30  # right answers while the disk is full
+FULL_ANSWERS, DOWN_ANSWERS = 30, 10  # right answers while the disk is full, while the control store is down
 CHUNK = 2**20
 
 Inject = Callable[[Rig, Load], list[int]]
@@ -27,13 +27,14 @@ Inject = Callable[[Rig, Load], list[int]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """inject: does it and returns the processes that must go. often: times at length. cuts_connections: whether clients
-    are connected to what is killed. needs: None, "redis" or "disk".
+    """inject: does it and returns the processes that must go. often: times at length; quick: whether once is part of
+    `make test`. cuts_connections: whether clients are connected to what is killed. needs: None, "redis" or "disk".
     """
 
     name: str
     inject: Inject
     often: int
+    quick: bool = True
     cuts_connections: bool = False
     needs: str | None = None
 
@@ -100,13 +101,13 @@ def kill_replica_on_a_full_disk(rig: Rig, load: Load) -> list[int]:
 
 
 def restart_gcs(rig: Rig, load: Load) -> list[int]:
-    """Kill Ray's control store and start it again as it was: what it knew is in Redis."""
+    """Kill Ray's control store; answers go on without it; start it again as it was: what it knew is in Redis."""
     process = rig.service.processes("gcs")[0] if not rig.gcs else psutil.Process(rig.gcs[-1].pid)
     command, environment = process.cmdline(), process.environ()
     process.kill()
     if rig.gcs:
         rig.gcs[-1].wait()
-    time.sleep(1.0)
+    load.await_right(DOWN_ANSWERS, time.monotonic(), ANSWER_S)
     quiet = subprocess.DEVNULL
     rig.gcs.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True))
     return [process.pid]
@@ -116,11 +117,11 @@ SCENARIOS = (
     Scenario("SIGKILL of an engine replica", kill_replica, 20),
     Scenario("engine thread killed", kill_engine_thread, 5),
     Scenario("engine stuck in a forward", stick_engine, 5),
-    Scenario("replica process stopped (SIGSTOP)", stop_replica, 3),
+    Scenario("replica process stopped (SIGSTOP)", stop_replica, 3, quick=False),
     Scenario("Serve controller killed", kill_controller, 5),
     Scenario("redeployed with another configuration", redeploy, 3),
     Scenario("disk full", fill_disk, 1, needs="disk"),
-    Scenario("SIGKILL of an engine replica, disk full", kill_replica_on_a_full_disk, 2, needs="disk"),
+    Scenario("SIGKILL of an engine replica, disk full", kill_replica_on_a_full_disk, 2, quick=False, needs="disk"),
     Scenario("GCS killed and restarted, Redis behind it", restart_gcs, 3, needs="redis"),
     Scenario("SIGKILL of the Serve proxy", kill_proxy, 3, cuts_connections=True),
 )
@@ -129,11 +130,12 @@ SCENARIOS = (
 @dataclass
 class Report:
     """What became of the load. answered: seconds from each fault to the first right answer to a request that began
-    after it; whole: until everything ran again.
+    after it; gone: until what was broken had ended; whole: until everything ran again.
     """
 
     scenario: Scenario
     answered: list[float] = field(default_factory=list)
+    gone: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     tally: Tally | None = None
@@ -155,19 +157,17 @@ def befall(rig: Rig, scenario: Scenario, times: int) -> Report:
 def _one(rig: Rig, load: Load, report: Report) -> None:
     at = time.monotonic()
     gone = report.scenario.inject(rig, load)
-    first = load.await_right(1, at, ANSWER_S)[0]
     try:
-        wait_for(lambda: not alive(gone) and rig.service.whole(REPLICAS), "the service to be whole", WHOLE_S, 0.1)
+        first = load.await_right(1, at, ANSWER_S)[0]
+        wait_for(lambda: not alive(gone), "what is broken to be ended", WHOLE_S)
+        report.gone.append(time.monotonic() - at)
+        wait_for(lambda: rig.service.whole(REPLICAS), "the service to be whole", WHOLE_S, poll_s=0.1)
     except JobError as error:
-        raise JobError(f"{report.scenario.name}: {error} {load_figures(load)}") from error
+        raise JobError(f"{report.scenario.name}: {error} So far: {Tally.of(load.records).line()}.") from error
     over = time.monotonic()
     report.answered.append(first.ended - at)
     report.whole.append(over - at)
     report.faults.append(Fault(at, max(over, first.ended)))
-
-
-def load_figures(load: Load) -> str:
-    return f"So far: {Tally.of(load.records).line()}."
 
 
 def kill(processes: list[psutil.Process]) -> list[int]:

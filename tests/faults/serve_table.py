@@ -23,9 +23,10 @@ from tests.faults.serving import CLIENTS, REPLICAS, rig
 
 NOTE = (
     f"{CLIENTS} clients, half of their requests streamed, ask {REPLICAS} replicas of a tiny model; every answer is "
-    "known beforehand. `errors`: in OpenAI's shape, as a status or an event; `resets`: connections that the killed "
-    "process itself held; `lost`: no answer and no proper error. Seconds from a fault to the first right answer of a "
-    "request that began after it, and until every replica ran again: median and longest."
+    "known beforehand. `struck`: requests under way at a fault; `errors`: in OpenAI's shape, as a status or an event; "
+    "`resets`: connections to the killed process itself; `lost`: no answer and no proper error. Seconds from a fault "
+    "to the first right answer of a request that began after it (answered), until what was broken had ended (gone), until "
+    "every replica ran again (whole): medians and the longest."
 )
 
 
@@ -37,6 +38,7 @@ def line_of(report: Report) -> dict[str, Any]:
         **report.tally.line(),
         "answered s": median(report.answered),
         "longest s": max(report.answered),
+        "gone s": median(report.gone),
         "whole s": median(report.whole),
         "longest whole s": max(report.whole),
     }

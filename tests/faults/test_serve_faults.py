@@ -35,12 +35,13 @@ def test_the_quiet_server_gives_every_question_its_own_known_answer(served: Rig)
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 def test_no_answer_is_wrong_and_no_request_is_lost(served: Rig, scenario: Scenario, at_length: bool) -> None:
-    missing = scenario.missing(served)
+    missing = scenario.missing(served) or (None if scenario.quick or at_length else "only at length")
     if missing:
         pytest.skip(missing)
     report = befall(served, scenario, scenario.often if at_length else 1)
     tally = report.tally
     assert tally is not None
-    print(f"{scenario.name}: {tally.line()}, answered after {report.answered} s, whole after {report.whole} s")
+    times = f"answered {report.answered}, gone {report.gone}, whole {report.whole} s after the fault"
+    print(f"{scenario.name}: {tally.line()}, {times}")
     assert tally.wrong == 0 and tally.lost == 0, "\n".join(tally.complaints[:20])
-    assert tally.right > 0
+    assert tally.struck > 0, "no request was under way: the fault met nothing"

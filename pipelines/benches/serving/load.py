@@ -23,7 +23,7 @@ from pipelines.benches.serving.client import Outcome, Record, Target, ask
 from pipelines.benches.serving.questions import Question
 
 POLL_S = 0.02
-REFUSED_PAUSE_S = 0.25  # a client whose connection was refused does not knock thousands of times a second
+REFUSED_PAUSE_S = 1.0  # a client whose connection was refused does not knock thousands of times a second
 
 
 @dataclass

@@ -85,7 +85,8 @@ def _load_lines(config: SoakBenchConfig, load: Load, capacity: float) -> list[di
         raise JobError(f"soak: {tally.wrong} wrong answers and {tally.lost} lost: {tally.complaints[0]}")
     rate = config.share * capacity
     first = {"part": "load", "capacity/s": capacity, "arrivals/s": rate}
-    return [{**first, **tally.line(), **Latency.of(load.records).line()}]
+    counts = {name: count for name, count in tally.line().items() if name not in ("struck", "resets")}
+    return [{**first, **counts, **Latency.of(load.records).line()}]
 
 
 def _memory_lines(config: SoakBenchConfig, memory: MemoryWatch, begun: float) -> list[dict[str, Any]]:

@@ -24,11 +24,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many requests ended how. resets: connections that the killed process itself held, or would have taken;
-    lost: every other request without an answer and without a proper error.
+    """How many requests ended how. struck: how many were under way at the moment of a fault; resets: connections that
+    the killed process itself held, or would have taken; lost: every other request without an answer and without a
+    proper error.
     """
 
     requests: int
+    struck: int
     right: int
     errors: int
     wrong: int
@@ -49,6 +51,7 @@ class Tally:
         bad = [r for r in records if r.outcome in (Outcome.WRONG, Outcome.LOST, Outcome.CUT) and not is_reset(r)]
         return cls(
             requests=len(records),
+            struck=sum(any(r.begun <= fault.at <= r.ended for fault in faults) for r in records),
             right=count[Outcome.RIGHT],
             errors=count[Outcome.ERROR],
             wrong=count[Outcome.WRONG],
@@ -59,7 +62,7 @@ class Tally:
 
     def line(self) -> dict[str, Any]:
         """For a table."""
-        names = ("requests", "right", "errors", "resets", "wrong", "lost")
+        names = ("requests", "struck", "right", "errors", "resets", "wrong", "lost")
         return {name: getattr(self, name) for name in names}
 
 

@@ -26,8 +26,8 @@ from tests.faults.saboteur import Saboteur
 MODEL = "successor"
 REPLICAS = 2
 SHARPNESS = 9.0  # greedy answers are still certain; at temperature 2 one token in ten or so is another
-SHORT, LONG = 24, 240  # tokens
-CLIENTS, PAUSE_S = 6, 0.05
+SHORT, LONG = 24, 360  # tokens
+CLIENTS, PAUSE_S = 8, 0.02
 DISK_BYTES = 128 * 2**20
 SETTLE_S = 120.0
 
@@ -54,7 +54,7 @@ def make_questions() -> list[Question]:
 
 def _question(number: int) -> Question:
     letter = LETTERS[number]
-    length = LONG if number % 4 == 0 else SHORT + number % 11
+    length = LONG if number % 2 == 0 else SHORT + number % 11
     fields: dict[str, Any] = {"model": MODEL, "max_tokens": length, "temperature": 0, "seed": number}
     if number % 3 == 1:  # drawn: its seed is what tells it apart
         fields |= {"temperature": 2.0, "top_k": 4}

@@ -6,21 +6,14 @@ came of that into docs/benches/faults.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
+from pipelines.benches.serving.soak import SoakBenchConfig, soak
 from tests.api.successor import letters_after
 from tests.faults.scenarios import SCENARIOS, Scenario, befall
-from tests.faults.serving import LETTERS, Rig, rig
+from tests.faults.serving import LETTERS, Rig
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("faults")) as running:
-        yield running
 
 
 def test_the_quiet_server_gives_every_question_its_own_known_answer(served: Rig) -> None:
@@ -45,3 +38,13 @@ def test_no_answer_is_wrong_and_no_request_is_lost(served: Rig, scenario: Scenar
     print(f"{scenario.name}: {tally.line()}, {times}")
     assert tally.wrong == 0 and tally.lost == 0, "\n".join(tally.complaints[:20])
     assert tally.struck > 0, "no request was under way: the fault met nothing"
+
+
+def test_the_soak_reports_latency_and_memory_of_a_running_service(served: Rig) -> None:
+    config = SoakBenchConfig(minutes=0.1, calibrate_s=2, sample_s=0.1, warm_share=0)
+    served.settle()
+    load, *memory = soak(config, served.service, served.questions)
+    assert load["wrong"] == load["lost"] == load["errors"] == 0 and load["right"] == load["requests"] > 0
+    assert load["p99 s"] >= load["p50 s"] > 0 and load["TTFT p50 s"] > 0
+    assert [line["process"] for line in memory] == ["gateway", "proxy", "replica", "controller"]
+    assert all(line["most MiB"] > 50 and line["within noise"] in ("yes", "no") for line in memory)

@@ -66,8 +66,9 @@ def status(options: HostOptions) -> dict[str, Any]:
     return {"application": str(found.status.value), **deployments}
 
 
-def redeploy(options: HostOptions, *, args: dict[str, Any]) -> None:
-    deploy(options.model_copy(update={"args": ServeArgs.model_validate(args)}))
+def redeploy(options: HostOptions, *, args: dict[str, Any], replica: str | None = None) -> None:
+    """Roll over to other arguments, or another class of replicas."""
+    deploy(options.model_copy(update={"args": ServeArgs.model_validate(args), "replica": replica or options.replica}))
 
 
 def call(options: HostOptions, *, method: str) -> Any:

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
@@ -30,16 +31,17 @@ from model.backbone import DTYPES, load_backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError
 from pipelines.benches.result import Result, device_name, machine
-from pipelines.benches.serving.client import Outcome, Target
+from pipelines.benches.serving.client import Outcome, Record, Target
 from pipelines.benches.serving.load import Load
 from pipelines.benches.serving.questions import Question, learn
 from pipelines.benches.serving.service import Service
 from pipelines.benches.serving.setting import ServingBenchConfig, check_threads, make_questions, serve_args, source_of
-from pipelines.benches.serving.tally import Latency, Tally
+from pipelines.benches.serving.tally import Latency
 from pipelines.benches.timing import Times, take_turns, timed
 
 ENGINE = "engine"
 PROXIES = {"Serve's proxy": False, "HAProxy": True}
+REDEPLOY_S = 120.0
 INSTANT = "pipelines.benches.serving.instant:InstantReplica"
 
 
@@ -63,11 +65,11 @@ def run_serve(config: ServeBenchConfig) -> Result:
     ratios: dict[str, float] = {}
     with direct_engine(config, source) as engine:
         for proxy, haproxy in proxies.items():
-            lines, found = _measure_streams(config, source, engine, proxy, haproxy)
-            table += lines
+            with served(config, source, haproxy) as (service, target):
+                lines, found = _measure_streams(config, target, engine, proxy)
+                service.tell("redeploy", args=service.args, replica=INSTANT, timeout_s=REDEPLOY_S)
+                table += [*lines, *_measure_gateway(config, target, proxy)]
             ratios |= found
-    for proxy, haproxy in proxies.items():
-        table += _measure_gateway(config, source, proxy, haproxy)
     note = (
         f"{name}, {config.streams} streams at a time, answers of at most {config.max_tokens} tokens, an engine of "
         f"{config.rows} rows on {config.threads} core{'' if config.threads == 1 else 's'}; clients on the same machine."
@@ -76,13 +78,14 @@ def run_serve(config: ServeBenchConfig) -> Result:
 
 
 @contextmanager
-def served(config: ServeBenchConfig, source: str, haproxy: bool, replica: str | None = None) -> Iterator[Target]:
+def served(config: ServeBenchConfig, source: str, haproxy: bool) -> Iterator[tuple[Service, Target]]:
     """A service behind either proxy. HAProxy hides who asks, so keys are needed there; they are used in both."""
     key = secrets.token_hex(16)
     environment = {KEYS_VARIABLE: key, "RAY_SERVE_ENABLE_HA_PROXY": "1" if haproxy else "0"}
     cores = len(os.sched_getaffinity(0))
-    with Service(serve_args(config, source), environment, cpus=cores, replica=replica) as service:
-        yield Target(service.url, key=key)
+    # Two replicas for a moment, when the second part takes over from the first.
+    with Service(serve_args(config, source), environment, cpus=max(cores, 2 * config.threads)) as service:
+        yield service, Target(service.url, key=key)
 
 
 # ------------------------------------------------------------------------------------------------- streams
@@ -165,34 +168,29 @@ class HttpStreams:
     target: Target
     questions: Sequence[Question]
     streams: int
-    records: list[Any] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
     def run(self) -> None:
         """All of them once. Raises JobError where one is not answered, or answered otherwise than before."""
         load = Load(self.target, self.questions, clients=self.streams, stream=True, limit=len(self.questions))
-        with load:
-            load.wait()
-        failed = [record for record in load.records if record.outcome is not Outcome.RIGHT]
-        if failed:
-            raise JobError(f"serve: a request through HTTP failed: {failed[0].outcome}, {failed[0].detail}")
+        _run_whole(load)
         self.records += load.records
 
 
 def _measure_streams(
-    config: ServeBenchConfig, source: str, engine: DirectEngine, proxy: str, haproxy: bool
+    config: ServeBenchConfig, target: Target, engine: DirectEngine, proxy: str
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    with served(config, source, haproxy) as target:
-        questions = learn(target, make_questions(config), distinct=False)
-        engine.prepare(questions)
-        http = HttpStreams(target, questions, config.streams)
-        direct_first: list[float] = []
+    questions = learn(target, make_questions(config), distinct=False)
+    engine.prepare(questions)
+    http = HttpStreams(target, questions, config.streams)
+    direct_first: list[float] = []
 
-        def direct() -> None:
-            engine.run()
-            direct_first.extend(engine.first)
+    def direct() -> None:
+        engine.run()
+        direct_first.extend(engine.first)
 
-        times = take_turns({ENGINE: direct, proxy: http.run}, config.rounds, title=f"serve: streams, {proxy}")
-        engine.check(questions)
+    times = take_turns({ENGINE: direct, proxy: http.run}, config.rounds, title=f"serve: streams, {proxy}")
+    engine.check(questions)
     lines = [
         {**_stream_line(f"{ENGINE}, beside {proxy}", engine.tokens, times, ENGINE), "TTFT p50 s": median(direct_first)},
         {**_stream_line(proxy, engine.tokens, times, proxy), "TTFT p50 s": Latency.of(http.records).ttft_p50},
@@ -205,30 +203,28 @@ def _stream_line(name: str, tokens: int, times: Times, form: str) -> dict[str, A
 
 
 # ------------------------------------------------------------------------------------------------- gateway
-def _measure_gateway(config: ServeBenchConfig, source: str, proxy: str, haproxy: bool) -> list[dict[str, Any]]:
-    question = replace(make_questions(config)[0])
+def _measure_gateway(config: ServeBenchConfig, target: Target, proxy: str) -> list[dict[str, Any]]:
+    question = make_questions(config)[0]
     lines = []
-    with served(config, source, haproxy, INSTANT) as target:
-        for clients in config.clients:
-            rates, records = [], []
-            for number in range(-1, config.rounds):
-                load = Load(target, [question], clients=clients, stream=False, limit=config.requests)
-                seconds = timed(lambda load=load: _whole_load(load))  # type: ignore[misc]
-                if number >= 0:
-                    rates.append(config.requests / seconds)
-                    records += load.records
-            figures = {"requests/s": median(rates), **_only(Latency.of(records).line(), "p50 s", "p99 s")}
-            lines.append({"part": "gateway", "decoder": proxy, "at a time": clients, **figures})
+    for clients in config.clients:
+        rates: list[float] = []
+        records: list[Record] = []
+        for number in range(-1, config.rounds):  # the first is a warm-up
+            load = Load(target, [question], clients=clients, stream=False, limit=config.requests)
+            seconds = timed(partial(_run_whole, load))
+            if number >= 0:
+                rates.append(config.requests / seconds)
+                records += load.records
+        latency = Latency.of(records)
+        figures = {"requests/s": median(rates), "p50 s": latency.p50, "p99 s": latency.p99}
+        lines.append({"part": "gateway", "decoder": proxy, "at a time": clients, **figures})
     return lines
 
 
-def _whole_load(load: Load) -> None:
+def _run_whole(load: Load) -> None:
+    """All requests of the load. Raises JobError where one has no answer."""
     with load:
         load.wait()
-    tally = Tally.of(load.records)
-    if tally.right < tally.requests:
-        raise JobError(f"serve: {tally.requests - tally.right} requests to the gateway alone failed.")
-
-
-def _only(line: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: line[name] for name in names}
+    failed = [record for record in load.records if record.outcome is not Outcome.RIGHT]
+    if failed:
+        raise JobError(f"serve: a request through HTTP failed: {failed[0].outcome}, {failed[0].detail}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -47,16 +48,8 @@ def run_soak(config: SoakBenchConfig) -> Result:
     source, name = source_of(config)
     args = serve_args(config, source, replicas=config.replicas)
     with Service(args, cpus=max(cores, config.threads * config.replicas)) as service:
-        target = Target(service.url)
-        questions = learn(target, make_questions(config), distinct=False)
-        capacity = measure_capacity(config, target, questions)
-        print(f"bench: soak: capacity {capacity:.2f} requests/s", file=sys.stderr)
-        load = Load(target, questions, rate=config.share * capacity, seed=config.seed)
-        with MemoryWatch(service, config.sample_s) as memory:
-            begun = time.monotonic()
-            with load:
-                time.sleep(config.minutes * MINUTE)
-    lines = _load_lines(config, load, capacity) + _memory_lines(config, memory, begun)
+        questions = learn(Target(service.url), make_questions(config), distinct=False)
+        lines = soak(config, service, questions)
     note = (
         f"{name}, {config.minutes:g} minutes at {config.share:.0%} of the capacity, {config.replicas} replica"
         f"{'' if config.replicas == 1 else 's'} of {config.rows} rows, answers of at most {config.max_tokens} tokens, "
@@ -65,7 +58,20 @@ def run_soak(config: SoakBenchConfig) -> Result:
     return Result("soak", machine("float32"), 1, lines, {}, note)
 
 
-def measure_capacity(config: SoakBenchConfig, target: Target, questions: list[Question]) -> float:
+def soak(config: SoakBenchConfig, service: Service, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    """The table, of a running service whose answers to the questions are known."""
+    target = Target(service.url)
+    capacity = measure_capacity(config, target, questions)
+    print(f"bench: soak: capacity {capacity:.2f} requests/s", file=sys.stderr)
+    load = Load(target, questions, rate=config.share * capacity, seed=config.seed)
+    with MemoryWatch(service, config.sample_s) as memory:
+        begun = time.monotonic()
+        with load:
+            time.sleep(config.minutes * MINUTE)
+    return _load_lines(config, load, capacity) + _memory_lines(config, memory, begun)
+
+
+def measure_capacity(config: SoakBenchConfig, target: Target, questions: Sequence[Question]) -> float:
     """Requests/s of a closed loop that keeps every row busy."""
     clients = config.rows * config.replicas
     with Load(target, questions, clients=clients) as load:

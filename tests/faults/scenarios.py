@@ -22,12 +22,23 @@ REDEPLOY_S = 240.0
 FULL_ANSWERS, DOWN_ANSWERS = 30, 10  # right answers while the disk is full, while the control store is down
 CHUNK = 2**20
 
-Inject = Callable[[Rig, Load], list[int]]
+
+@dataclass(frozen=True)
+class Struck:
+    """What a fault left behind. pids: processes that must go; since: from when on (time.monotonic()) a right answer
+    shows that the service got over it.
+    """
+
+    pids: list[int]
+    since: float
+
+
+Inject = Callable[[Rig, Load], Struck]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """inject: does it and returns the processes that must go. often: times at length; quick: whether once is part of
+    """inject: does it. often: times at length; quick: whether once is part of
     `make test`. cuts_connections: whether clients are connected to what is killed. needs: None, "redis" or "disk".
     """
 
@@ -47,70 +58,73 @@ class Scenario:
         return None
 
 
-def kill_replica(rig: Rig, load: Load) -> list[int]:
+def kill_replica(rig: Rig, load: Load) -> Struck:
     return kill(rig.service.processes("replica")[:1])
 
 
-def kill_proxy(rig: Rig, load: Load) -> list[int]:
+def kill_proxy(rig: Rig, load: Load) -> Struck:
     return kill(rig.service.processes("proxy"))
 
 
-def stop_replica(rig: Rig, load: Load) -> list[int]:
+def stop_replica(rig: Rig, load: Load) -> Struck:
     process = rig.service.processes("replica")[0]
     process.suspend()
-    return [process.pid]
+    return Struck([process.pid], time.monotonic())
 
 
-def kill_engine_thread(rig: Rig, load: Load) -> list[int]:
-    return [int(rig.service.tell("call", method="kill_engine_thread"))]
+def kill_engine_thread(rig: Rig, load: Load) -> Struck:
+    return Struck([int(rig.service.tell("call", method="kill_engine_thread"))], time.monotonic())
 
 
-def stick_engine(rig: Rig, load: Load) -> list[int]:
-    return [int(rig.service.tell("call", method="stick_engine"))]
+def stick_engine(rig: Rig, load: Load) -> Struck:
+    return Struck([int(rig.service.tell("call", method="stick_engine"))], time.monotonic())
 
 
-def kill_controller(rig: Rig, load: Load) -> list[int]:
+def kill_controller(rig: Rig, load: Load) -> Struck:
     gone = [process.pid for process in rig.service.processes("controller")]
     rig.service.tell("kill_controller")
-    return gone
+    return Struck(gone, time.monotonic())
 
 
-def redeploy(rig: Rig, load: Load) -> list[int]:
+def redeploy(rig: Rig, load: Load) -> Struck:
     """Another number of rows: every replica is replaced."""
+    since = time.monotonic()
     gone = [process.pid for process in rig.service.processes("replica")]
     rig.rows = 5 if rig.rows == 4 else 4
     rig.service.tell("redeploy", args=serve_args(rig.model, engine={"max_rows": rig.rows}), timeout_s=REDEPLOY_S)
-    return gone
+    return Struck(gone, since)
 
 
-def fill_disk(rig: Rig, load: Load) -> list[int]:
+def fill_disk(rig: Rig, load: Load) -> Struck:
     """Not a byte is left where Ray keeps its logs and sockets, while answers go on."""
     assert rig.disk is not None
     with no_space(rig.disk):
-        load.await_right(FULL_ANSWERS, time.monotonic(), ANSWER_S)
-    return []
+        since = time.monotonic()
+        load.await_right(FULL_ANSWERS, since, ANSWER_S)
+    return Struck([], since)
 
 
-def kill_replica_on_a_full_disk(rig: Rig, load: Load) -> list[int]:
+def kill_replica_on_a_full_disk(rig: Rig, load: Load) -> Struck:
     """One replica goes while no new one can write its logs; it is replaced at the latest when there is space again."""
     assert rig.disk is not None
     with no_space(rig.disk):
-        gone = kill_replica(rig, load)
-        load.await_right(FULL_ANSWERS, time.monotonic(), ANSWER_S)
-    return gone
+        struck = kill_replica(rig, load)
+        load.await_right(FULL_ANSWERS, struck.since, ANSWER_S)
+    return struck
 
 
-def restart_gcs(rig: Rig, load: Load) -> list[int]:
+def restart_gcs(rig: Rig, load: Load) -> Struck:
     """Kill Ray's control store; answers go on without it; start it again as it was: what it knew is in Redis."""
     process = rig.service.processes("gcs")[0] if not rig.gcs else psutil.Process(rig.gcs[-1].pid)
     command, environment = process.cmdline(), process.environ()
     process.kill()
+    since = time.monotonic()
     if rig.gcs:
         rig.gcs[-1].wait()
-    load.await_right(DOWN_ANSWERS, time.monotonic(), ANSWER_S)
+    load.await_right(DOWN_ANSWERS, since, ANSWER_S)
     quiet = subprocess.DEVNULL
     rig.gcs.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True))
-    return [process.pid]
+    return Struck([process.pid], since)
 
 
 SCENARIOS = (
@@ -156,26 +170,26 @@ def befall(rig: Rig, scenario: Scenario, times: int) -> Report:
 
 def _one(rig: Rig, load: Load, report: Report) -> None:
     at = time.monotonic()
-    gone = report.scenario.inject(rig, load)
+    struck = report.scenario.inject(rig, load)
     try:
-        first = load.await_right(1, at, ANSWER_S)[0]
-        wait_for(lambda: not alive(gone), "what is broken to be ended", WHOLE_S)
-        report.gone.append(time.monotonic() - at)
+        first = load.await_right(1, struck.since, ANSWER_S)[0]
+        wait_for(lambda: not alive(struck.pids), "what is broken to be ended", WHOLE_S)
+        report.gone.append(time.monotonic() - struck.since)
         wait_for(lambda: rig.service.whole(REPLICAS), "the service to be whole", WHOLE_S, poll_s=0.1)
     except JobError as error:
         raise JobError(f"{report.scenario.name}: {error} So far: {Tally.of(load.records).line()}.") from error
     over = time.monotonic()
-    report.answered.append(first.ended - at)
-    report.whole.append(over - at)
+    report.answered.append(first.ended - struck.since)
+    report.whole.append(over - struck.since)
     report.faults.append(Fault(at, max(over, first.ended)))
 
 
-def kill(processes: list[psutil.Process]) -> list[int]:
-    """SIGKILL; their ids."""
+def kill(processes: list[psutil.Process]) -> Struck:
+    """SIGKILL."""
     assert processes, "there is nothing to kill"
     for process in processes:
         process.kill()
-    return [process.pid for process in processes]
+    return Struck([process.pid for process in processes], time.monotonic())
 
 
 def alive(pids: list[int]) -> bool:

@@ -59,7 +59,11 @@ class Scenario:
 
 
 def kill_replica(rig: Rig, load: Load) -> Struck:
-    return kill(rig.service.processes("replica")[:1])
+    return kill([rig.random.choice(rig.service.processes("replica"))])
+
+
+def kill_gateway(rig: Rig, load: Load) -> Struck:
+    return kill(rig.service.processes("gateway"))
 
 
 def kill_proxy(rig: Rig, load: Load) -> Struck:
@@ -67,7 +71,7 @@ def kill_proxy(rig: Rig, load: Load) -> Struck:
 
 
 def stop_replica(rig: Rig, load: Load) -> Struck:
-    process = rig.service.processes("replica")[0]
+    process = rig.random.choice(rig.service.processes("replica"))
     process.suspend()
     return Struck([process.pid], time.monotonic())
 
@@ -137,6 +141,7 @@ SCENARIOS = (
     Scenario("disk full", fill_disk, 1, needs="disk"),
     Scenario("SIGKILL of an engine replica, disk full", kill_replica_on_a_full_disk, 2, quick=False, needs="disk"),
     Scenario("GCS killed and restarted, Redis behind it", restart_gcs, 3, needs="redis"),
+    Scenario("SIGKILL of the gateway", kill_gateway, 5, quick=False, cuts_connections=True),
     Scenario("SIGKILL of the Serve proxy", kill_proxy, 3, cuts_connections=True),
 )
 

@@ -13,7 +13,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from pipelines.benches.serving.client import Target
@@ -74,6 +76,7 @@ class Rig:
     disk: Path | None
     questions: list[Question] = field(default_factory=list)
     rows: int = 4
+    random: Random = field(default_factory=partial(Random, 0))
     gcs: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that were started in place of killed ones
 
     @property

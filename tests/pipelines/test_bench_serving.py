@@ -1,4 +1,4 @@
-"""The benches of serving: what became of a request is told truly, a slope has its noise, HTTP gives the engine's texts."""
+"""The benches of serving: what became of a request is told truly, a slope has its noise, and texts are compared."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import psutil
 from model.errors import JobError
 from pipelines.benches.serving.load import Load, wait_for
 from pipelines.benches.serving.tally import Fault, Tally
-from tests.faults.serving import REPLICAS, Rig, serve_args
+from tests.faults.serving import CLIENTS, REPLICAS, Rig, serve_args
 
 WARM, AFTER = 8, 8  # right answers before a fault, and after it is over
 WHOLE_S, ANSWER_S = 150.0, 90.0
@@ -167,10 +167,16 @@ def befall(rig: Rig, scenario: Scenario, times: int) -> Report:
     with rig.load() as load:
         for _ in range(times):
             load.await_right(WARM, time.monotonic(), ANSWER_S)
+            wait_for(lambda: is_busy(load), "requests to be under way", ANSWER_S, poll_s=0.002)
             _one(rig, load, report)
         load.await_right(AFTER, time.monotonic(), ANSWER_S)
     report.tally = Tally.of(load.records, report.faults, cuts_connections=scenario.cuts_connections)
     return report
+
+
+def is_busy(load: Load) -> bool:
+    """Whether a fault would meet something: half of the clients wait for an answer, and one is in the middle of it."""
+    return len(load.running) >= CLIENTS // 2 and any(record.first for record in list(load.running))
 
 
 def _one(rig: Rig, load: Load, report: Report) -> None:

@@ -39,7 +39,7 @@ def asked(handler: Handler, *, stream: bool, patience_s: float = 20.0) -> Record
         target = Target(f"http://127.0.0.1:{port}", patience_s=patience_s)
         try:
             async with target.session() as session:
-                return await ask(session, target, "/v1/completions", FIELDS, EXPECTED, stream=stream)
+                return await ask(session, target, "/v1/completions", FIELDS, EXPECTED, Record(stream))
         finally:
             await runner.cleanup()
 

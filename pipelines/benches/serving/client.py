@@ -61,10 +61,10 @@ class Target:
 
 @dataclass
 class Record:
-    """One request. Times are of time.monotonic(); first: when the first text was there, None where none came."""
+    """One request, complete when it has ended. Times are of time.monotonic(); first: when the first text was there, None where none came."""
 
     stream: bool
-    begun: float
+    begun: float = field(default_factory=time.monotonic)
     first: float | None = None
     ended: float = 0.0
     outcome: Outcome = Outcome.LOST
@@ -128,11 +128,13 @@ async def ask(
     path: str,
     fields: Mapping[str, Any],
     expected: Answer | None,
-    *,
-    stream: bool,
+    record: Record,
 ) -> Record:
-    """Send one request and judge what comes. expected None: any whole answer is right."""
-    record = Record(stream, time.monotonic())
+    """Send one request, streamed or not as the record says, and write into it what came of it.
+
+    expected None: any whole answer is right.
+    """
+    stream = record.stream
     body = {**fields, "stream": True, "stream_options": {"include_usage": True}} if stream else dict(fields)
     seen = Stream()
     try:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from actors.local_ray import init_ray
 from actors.replica import EngineReplica
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
+from actors.serve_local import PROXY_CHECKS
 from model.errors import JobError
 
 APPLICATION = "served"
@@ -126,6 +127,8 @@ def _own_replies() -> TextIO:
 def _start(options: HostOptions) -> None:
     from ray import serve
 
+    for name, value in PROXY_CHECKS.items():
+        os.environ.setdefault(name, value)
     init_ray(
         address="local",
         num_cpus=options.cpus,

@@ -32,6 +32,7 @@ class Load:
 
     clients: of a closed loop, with pause_s between an answer and the next question; rate: arrivals a second of an open
     loop, instead of clients. stream: None: every second request, else all or none. limit: requests, None: no end.
+    records: of what has ended; running: of what has not.
     """
 
     target: Target
@@ -43,6 +44,7 @@ class Load:
     limit: int | None = None
     seed: int = 0
     records: list[Record] = field(default_factory=list)
+    running: list[Record] = field(default_factory=list)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _failure: list[BaseException] = field(default_factory=list)
@@ -92,7 +94,10 @@ class Load:
             yield self.questions[place], (number + turn) % 2 == 0 if self.stream is None else self.stream
 
     async def _ask(self, session: aiohttp.ClientSession, question: Question, stream: bool) -> Record:
-        record = await ask(session, self.target, question.path, question.fields, question.answer, stream=stream)
+        record = Record(stream)
+        self.running.append(record)
+        await ask(session, self.target, question.path, question.fields, question.answer, record)
+        self.running.remove(record)
         self.records.append(record)
         return record
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from model.errors import JobError
-from pipelines.benches.serving.client import Answer, Outcome, Target, ask
+from pipelines.benches.serving.client import Answer, Outcome, Record, Target, ask
 
 AT_ONCE = 4
 
@@ -43,7 +43,7 @@ async def _learn(target: Target, questions: Sequence[Question]) -> list[Question
 
     async def one(session: aiohttp.ClientSession, question: Question) -> Question:
         async with gate:
-            record = await ask(session, target, question.path, question.fields, None, stream=False)
+            record = await ask(session, target, question.path, question.fields, None, Record(stream=False))
         if record.outcome is not Outcome.RIGHT or record.answer is None:
             raise JobError(f"The quiet server did not answer {dict(question.fields)}: {record.detail}")
         return replace(question, answer=record.answer)

@@ -61,7 +61,9 @@ class Target:
 
 @dataclass
 class Record:
-    """One request, complete when it has ended. Times are of time.monotonic(); first: when the first text was there, None where none came."""
+    """One request, complete when it has ended. Times are of time.monotonic(); first: when the first text was there,
+    None where none came.
+    """
 
     stream: bool
     begun: float = field(default_factory=time.monotonic)

@@ -25,8 +25,8 @@ NOTE = (
     f"{CLIENTS} clients, half of their requests streamed, ask {REPLICAS} replicas of a tiny model; every answer is "
     "known beforehand. `struck`: requests under way at a fault; `errors`: in OpenAI's shape, as a status or an event; "
     "`resets`: connections to the killed process itself; `lost`: no answer and no proper error. Seconds from a fault "
-    "to the first right answer of a request that began after it (answered), until what was broken had ended (gone), "
-    "until every replica ran again (whole): medians and the longest."
+    "to the first right answer of a request that began after it (answered), until as much ran again as before "
+    "(whole): medians and the longest."
 )
 
 
@@ -38,7 +38,6 @@ def line_of(report: Report) -> dict[str, Any]:
         **report.tally.line(),
         "answered s": median(report.answered),
         "longest s": max(report.answered),
-        "gone s": median(report.gone),
         "whole s": median(report.whole),
         "longest whole s": max(report.whole),
     }

@@ -34,7 +34,7 @@ def test_no_answer_is_wrong_and_no_request_is_lost(served: Rig, scenario: Scenar
     report = befall(served, scenario, scenario.often if at_length else 1)
     tally = report.tally
     assert tally is not None
-    times = f"answered {report.answered}, gone {report.gone}, whole {report.whole} s after the fault"
+    times = f"answered {report.answered}, whole {report.whole} s after the fault"
     print(f"{scenario.name}: {tally.line()}, {times}")
     assert tally.wrong == 0 and tally.lost == 0, "\n".join(tally.complaints[:20])
     assert tally.struck > 0, "no request was under way: the fault met nothing"

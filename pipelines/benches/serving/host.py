@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from actors.local_ray import init_ray
 from actors.replica import EngineReplica
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
-from actors.serve_local import PROXY_CHECKS
+from actors.serve_local import SERVE_SETTINGS
 from model.errors import JobError
 
 APPLICATION = "served"
@@ -127,7 +127,7 @@ def _own_replies() -> TextIO:
 def _start(options: HostOptions) -> None:
     from ray import serve
 
-    for name, value in PROXY_CHECKS.items():
+    for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)
     init_ray(
         address="local",

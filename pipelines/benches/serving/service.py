@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -145,14 +145,17 @@ class Service:
                     found.append(process)
         return found
 
-    def whole(self, replicas: int) -> bool:
-        """Whether Serve says that everything runs, with so many engine replicas."""
+    def whole(self, replicas: int, without: Collection[int] = ()) -> bool:
+        """Whether Serve says that everything runs, with so many engine replicas; `without`: processes that are not
+        counted, and may be on their way out.
+        """
         try:
             status = self.tell("status")
         except JobError:
             return False
-        wanted = {"application": "RUNNING", REPLICA: {"RUNNING": replicas}, GATEWAY: {"RUNNING": 1}}
-        return bool(status == wanted) and len(self.processes("replica")) == replicas
+        left = [process for process in self.processes("replica") if process.pid not in without]
+        enough = status[REPLICA].get("RUNNING") == replicas and status[GATEWAY] == {"RUNNING": 1}
+        return bool(enough) and status["application"] == "RUNNING" and len(left) == replicas
 
     def stop(self) -> None:
         """End the host and every process it started."""

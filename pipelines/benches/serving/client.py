@@ -19,6 +19,7 @@ import aiohttp
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 ERROR_STATUSES = (429, 500, 503, 504)  # what a request that is in order may be told
+PROXY_LOST_GATEWAY = (500, "Internal Server Error")  # what Serve's proxy says when the gateway left it without a word
 DETAIL = 300  # characters of a body in a detail
 
 
@@ -181,6 +182,8 @@ def _judge(record: Record, answer: Answer, expected: Answer | None) -> Record:
 
 
 def _judge_refusal(record: Record, status: int, body: str) -> Record:
+    if (status, body) == PROXY_LOST_GATEWAY:
+        return record.end(Outcome.CUT, "the gateway left Serve's proxy without an answer")
     try:
         error = json.loads(body)
     except ValueError:

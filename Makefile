@@ -2,7 +2,7 @@
 #   make demo      the whole chain on this machine, see README.md
 #   make serve     MODEL=<folder or id> PORT=<port>: an OpenAI-compatible endpoint on loopback, until interrupted
 #   make test      linters, types, import contract and every test     (test-fast, test-faults, lint: parts of it)
-#   make bench     every bench, into OUT=<folder>
+#   make bench     every bench but the half hour of `bench.py soak`, into OUT=<folder>
 # ARGS="..." is handed on to demo, serve and pytest. PYTHON=<interpreter> chooses what .venv is made from.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,7 +11,7 @@ PORT ?= 8000
 MODEL ?=
 OUT ?= out/bench
 ARGS ?=
-BENCHES := attention train decode engine
+BENCHES := attention train decode engine serve
 
 .DELETE_ON_ERROR:
 .PHONY: setup venv-by-pip demo serve test test-fast test-faults lint bench
@@ -44,7 +44,7 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
 
 test-faults: setup
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(BIN)/python -m pytest -m faults --at-length $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -36,6 +36,14 @@ HOST = "127.0.0.1"
 APPLICATION = "blockcast"
 DASHBOARD_PORT = 8265
 OBJECT_STORE_BYTES = 200_000_000
+# What Ray's processes must find in their environment for a broken part of Serve to be replaced within seconds.
+SERVE_SETTINGS = {
+    # Serve looks at its proxies every 10 s and replaces one after the third failure: half a minute without a server.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    # A replica that failed its checks would be given drain_s to end what it cannot end, and keep its GPU so long.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
 FIRST_ANSWER_S = 120.0
 DRAIN_S = 2.0
 END_S = 15.0
@@ -129,6 +137,8 @@ def _absolute(model: str) -> str:
 
 def _start_ray() -> str:
     """A local Ray of our own with a dashboard, which `serve status` asks. Returns the dashboard's address."""
+    for name, value in SERVE_SETTINGS.items():
+        os.environ.setdefault(name, value)  # Ray's processes inherit them
     context = init_ray(
         address="local",
         num_cpus=os.cpu_count(),

@@ -66,6 +66,11 @@ async def ask_gateways() -> Scrape:
 
 def build(args: ServeArgs) -> Application:
     """The application from the `args` of serve.yaml. Keys are read here, once; only their hashes travel on."""
+    return application(args)
+
+
+def application(args: ServeArgs, replica: type[EngineReplica] = EngineReplica) -> Application:
+    """`build`, with the class of the engine replicas as an argument: what breaks or measures them brings its own."""
     check_tracing(args.tracing)
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_PERIOD_S,
@@ -77,7 +82,7 @@ def build(args: ServeArgs) -> Application:
         "max_ongoing_requests": args.requests_at_once + BODIES_AT_ONCE,
     }
     engine: Any = serve.deployment(
-        EngineReplica,
+        replica,
         name=REPLICA,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": args.gpus_per_replica},
         request_router_config=router_config(args.routing, replicas=args.max_replicas),

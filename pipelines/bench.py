@@ -1,4 +1,4 @@
-"""Measured claims: `python pipelines/bench.py attention|train|decode|engine --output FILE.json`.
+"""Measured claims: `python pipelines/bench.py attention|train|decode|engine|serve|soak --output FILE.json`.
 
 Each bench compares forms of the same computation in one run, in turns, checks that they agree where they must, and
 writes one JSON (DESIGN "bench output") and one printed table. `bench.py report --data *.json --output README.md` puts
@@ -21,6 +21,8 @@ from pipelines.benches.decode import DecodeBenchConfig, run_decode
 from pipelines.benches.engine.config import EngineBenchConfig
 from pipelines.benches.engine.run import run_engine
 from pipelines.benches.result import BenchConfig, Result, markdown_of, print_result, publish, read_result
+from pipelines.benches.serving.overhead import ServeBenchConfig, run_serve
+from pipelines.benches.serving.soak import SoakBenchConfig, run_soak
 from pipelines.benches.train import TrainBenchConfig, run_train
 from pipelines.jobkit import JobConfig, OutputFile, main
 
@@ -29,6 +31,8 @@ BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
     "train": (TrainBenchConfig, run_train),
     "decode": (DecodeBenchConfig, run_decode),
     "engine": (EngineBenchConfig, run_engine),
+    "serve": (ServeBenchConfig, run_serve),
+    "soak": (SoakBenchConfig, run_soak),
 }
 REPORT = "report"
 USAGE = f"usage: python pipelines/bench.py {'|'.join(BENCHES)}|{REPORT} [--key value ...]   (--help behind a name)"

@@ -35,6 +35,16 @@ def shared_folder() -> Path:
     return Path(os.environ.get("BLOCKCAST_SHARED") or PROJECT.parent / "shared")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--at-length", action="store_true", help="faults of serving: each many times, not once")
+
+
+@pytest.fixture(scope="session")
+def at_length(request: pytest.FixtureRequest) -> bool:
+    """Whether what takes minutes is wanted too."""
+    return bool(request.config.getoption("--at-length"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -71,8 +71,8 @@ def letters_after(letter: str, count: int) -> str:
     return "".join(LETTERS[(start + i) % len(LETTERS)] for i in range(count))
 
 
-def build_successor_model(folder: Path, *, context: int = 512) -> Path:
-    """Write the Hugging Face folder and return it."""
+def build_successor_model(folder: Path, *, context: int = 512, sharpness: float = SHARPNESS) -> Path:
+    """Write the Hugging Face folder and return it. sharpness: a successor's logit; if it is small, hot draws wander."""
     size = VOCAB_SIZE + len(PIECES)
     shape = {"hidden_size": WIDTH, "num_hidden_layers": 1, "max_position_embeddings": context}
     config = tiny_config(**shape, tie_word_embeddings=False, vocab_size=size)
@@ -87,7 +87,7 @@ def build_successor_model(folder: Path, *, context: int = 512) -> Path:
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.zero_()
         for token, following in successors().items():
-            model.lm_head.weight[following] += SHARPNESS / WIDTH**0.5 * embeddings[token]
+            model.lm_head.weight[following] += sharpness / WIDTH**0.5 * embeddings[token]
     model.save_pretrained(folder)
     successor_tokenizer().save_pretrained(folder)
     return folder

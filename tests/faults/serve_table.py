@@ -1,0 +1,70 @@
+"""The table of faults: every scenario at length on one service, as the JSON of a bench.
+
+    python -m tests.faults.serve_table --output docs/benches/faults.json
+    python pipelines/bench.py report --data docs/benches/*.json --output docs/benches/README.md
+
+Exit code 1 where an answer was wrong or a request lost; the table is written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipelines.benches.result import Result, machine, print_result
+from tests.faults.scenarios import SCENARIOS, Report, befall
+from tests.faults.serving import CLIENTS, REPLICAS, rig
+
+NOTE = (
+    f"{CLIENTS} clients, half of their requests streamed, ask {REPLICAS} replicas of a tiny model; every answer is "
+    "known beforehand. `struck`: requests under way at a fault; `errors`: in OpenAI's shape, as a status or an event; "
+    "`resets`: connections to the killed process itself; `lost`: no answer and no proper error. Seconds from a fault "
+    "to the first right answer of a request that began after it (answered), until as much ran again as before "
+    "(whole): medians and the longest."
+)
+
+
+def line_of(report: Report) -> dict[str, Any]:
+    assert report.tally is not None
+    return {
+        "fault": report.scenario.name,
+        "times": len(report.faults),
+        **report.tally.line(),
+        "answered s": median(report.answered),
+        "longest s": max(report.answered),
+        "whole s": median(report.whole),
+        "longest whole s": max(report.whole),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="serve_table", description="Write the table of serving faults.")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--times", type=int, default=None, help="of each fault, instead of at length")
+    arguments = parser.parse_args(argv)
+    table, complaints = [], []
+    with tempfile.TemporaryDirectory(prefix="faults-") as scratch, rig(Path(scratch)) as served:
+        for scenario in SCENARIOS:
+            if missing := scenario.missing(served):
+                print(f"{scenario.name}: left out, {missing}", file=sys.stderr)
+                continue
+            report = befall(served, scenario, arguments.times or scenario.often)
+            table.append(line_of(report))
+            assert report.tally is not None
+            complaints += [f"{scenario.name}: {complaint}" for complaint in report.tally.complaints]
+            print(f"{table[-1]}", file=sys.stderr, flush=True)
+    result = Result("faults", machine("float32"), 1, table, {}, NOTE).to_dict()
+    arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print_result(result)
+    print(*complaints, sep="\n", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -89,7 +89,7 @@ def openapi_document(*, keys: bool, deadline_s: float) -> dict[str, Any]:
         "/ready": {"get": _operation("Whether an engine generates tokens", "Readiness", (503,), open_to_all=True)},
     }
     components: dict[str, Any] = {"schemas": _schemas()}
-    document = {"openapi": "3.1.0", "info": {"title": "Blockcast", "version": "1"}, "paths": paths}
+    document: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "Blockcast", "version": "1"}, "paths": paths}
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]

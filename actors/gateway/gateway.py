@@ -94,10 +94,14 @@ class Gateway:
 
     async def tokens(self, http: Request) -> Response:
         """The tokens that a prompt or a chat would be read as."""
-        self.check_access(http)
+        key = self.check_access(http)
         fields = await self.bodies.fields(http)
         served, _ = await self.choose(fields)
-        ids = await self._off_loop(partial(parse_tokenize, fields, served.card))
+        self.admission.enter(key)
+        try:
+            ids = await self._off_loop(partial(parse_tokenize, fields, served.card))
+        finally:
+            self.admission.leave(key)
         return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": served.card.context_length})
 
     async def choose(self, fields: Mapping[str, Any]) -> tuple[Served, str | None]:

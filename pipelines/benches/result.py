@@ -21,7 +21,7 @@ from pipelines.assessment.report import PLAIN_WIDTH, markdown_table
 from pipelines.jobkit import JobConfig, OutputFile
 from pipelines.jobkit.machine import describe_machine, machine_text
 
-DECODER = "decoder"  # a column of names, not of numbers
+NAMES = ("decoder", "fault")  # columns of names, not of numbers
 NAME_WIDTH = 20  # columns of the terminal that they get at least
 
 
@@ -105,7 +105,7 @@ def print_result(content: Mapping[str, Any]) -> None:
     for part, columns, rows in _tables(content):
         table = Table(title=part or None, title_justify="left", box=box.SIMPLE_HEAD)
         for index, name in enumerate(columns):
-            if name == DECODER:
+            if name in NAMES:
                 table.add_column(name, min_width=min(NAME_WIDTH, max(len(row[index]) for row in rows)))
             else:
                 table.add_column(name, justify="right" if index else "left")

@@ -162,7 +162,6 @@ class Report:
 def befall(rig: Rig, scenario: Scenario, times: int) -> Report:
     """Let the fault happen so often under one load, each time when the service is whole and answers."""
     report = Report(scenario)
-    rig.settle()
     with rig.load() as load:
         for _ in range(times):
             rig.settle()

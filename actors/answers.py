@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from actors.card import model_card
-from actors.engine import Engine, EngineConfig
-from actors.events import Event, Failed, Finished
-from actors.protocol import derived_seed, generation_request
-from actors.responses import diffusion_figures
+from actors.engine.events import Event, Failed, Finished
+from actors.engine.loop import Engine, EngineConfig
+from actors.protocol.calls import derived_seed, generation_request
+from actors.protocol.card import model_card
+from actors.protocol.responses import diffusion_figures
 from model.backbone import DTYPES, load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationResult

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from actors.access import KEYS_VARIABLE, is_loopback
+from actors.gateway.access import KEYS_VARIABLE, is_loopback
 from model.config import FUSED_DEFAULT, DecodeConfig, nearest_key
 from model.errors import UserError
 
@@ -64,7 +64,7 @@ class EngineArgs(Args):
 
 
 class ScalingArgs(Args):
-    """When replicas are added and taken away, between min_replicas and max_replicas; see `actors.autoscaling`."""
+    """When replicas come and go, between min_replicas and max_replicas; see `actors.serving.autoscaling`."""
 
     target_backlog_tokens: float = Field(16_384, gt=0, description="query tokens that one replica may have before it")
     slack: float = Field(0.3, ge=0, lt=1, description="share of that by which fewer replicas must stay below it")
@@ -77,7 +77,7 @@ class ScalingArgs(Args):
 
 
 class RoutingArgs(Args):
-    """Which of several replicas a request goes to; see `actors.routing`."""
+    """Which of several replicas a request goes to; see `actors.serving.routing`."""
 
     prefix: bool = Field(True, description="prefer the replica that has the prompt's beginning in its cache")
     most_extra_tokens: float = Field(4096, ge=0, description="more backlog than the shortest that it may have for that")

@@ -11,8 +11,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from actors.access import Access, load_key_hashes
-from actors.autoscaling import autoscaling_config
+from actors.gateway.access import Access, load_key_hashes
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.asking import ask_all
@@ -21,11 +20,12 @@ from actors.gateway.exposition import Scrape, Told
 from actors.gateway.gateway import Gateway
 from actors.gateway.observing import make_observer
 from actors.gateway.replicas import METRICS_TIMEOUT_S, ReplicaBackend
-from actors.logs import logging_config
-from actors.replica import EngineReplica
-from actors.routing import router_config
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
-from actors.tracing import check_tracing
+from actors.serving.autoscaling import autoscaling_config
+from actors.serving.logs import logging_config
+from actors.serving.replica import EngineReplica
+from actors.serving.routing import router_config
+from actors.serving.tracing import check_tracing
 from model.errors import UserError
 
 HEALTH_PERIOD_S = 1.0

@@ -29,10 +29,10 @@ import numpy as np
 from fsspec.core import url_to_fs
 from pydantic import Field
 
-from actors.checkpoints import CheckpointStore
-from actors.rows import PackedRows, holds_rows
-from actors.run_files import METRICS, read_metrics
-from actors.train_settings import TrainSettings, deepspeed_settings
+from actors.training.checkpoints import CheckpointStore
+from actors.training.rows import PackedRows, holds_rows
+from actors.training.run_files import METRICS, read_metrics
+from actors.training.settings import TrainSettings, deepspeed_settings
 from model.backbone import load_tokenizer, read_config, revision_of
 from model.demo_base import demo_base_model
 from model.errors import UserError

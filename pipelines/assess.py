@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from actors.rows import PackedRows, holds_rows
+from actors.training.rows import PackedRows, holds_rows
 from model.backbone import revision_of
 from model.errors import UserError
 from model.sources import fetch_model

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from actors.answers import Answer, Answers, AnswerSettings, AnswerWorker, Prompt
-from actors.protocol import check_default
+from actors.protocol.calls import check_default
 from model.backbone import load_tokenizer, read_config, revision_of
 from model.chat_template import ensure_chat_template
 from model.errors import JobError, UserError

@@ -11,8 +11,8 @@ import httpx
 from fastapi import FastAPI
 from httpx import ASGITransport
 
-from actors.access import Access
-from actors.events import Event
+from actors.engine.events import Event
+from actors.gateway.access import Access
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Backend, Served
@@ -20,8 +20,8 @@ from actors.gateway.body import BodyReader
 from actors.gateway.exposition import Scrape
 from actors.gateway.gateway import Gateway
 from actors.gateway.observing import make_observer
-from actors.replica import EngineReplica, Refused
 from actors.serve_args import ServeArgs
+from actors.serving.replica import EngineReplica, Refused
 from model.decoding import GenerationRequest
 from model.errors import UserError
 

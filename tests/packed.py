@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from actors.rows import COLUMNS, RowFormat
+from actors.training.rows import COLUMNS, RowFormat
 from model.corruption import IGNORED
 from model.layout import RowBatch
 from model.masks import TAIL

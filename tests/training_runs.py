@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.rows import RowFormat
+from actors.training.rows import RowFormat
 from pipelines.adapt import AdaptConfig, plan, run
 from pipelines.jobkit import main
 from tests.packed import counting_rows, write_rows

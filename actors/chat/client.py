@@ -11,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from actors.access import is_loopback
+from actors.gateway.access import is_loopback
 from model.errors import JobError, UserError
 
 SILENCE_S = 600.0  # a server that says nothing for so long is given up

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.fields import RequestError
+from actors.protocol.fields import RequestError
 
 LONGEST_WAIT_S = 60
 RECENT = 32  # requests that left last, whose pace tells when the next slot will be free

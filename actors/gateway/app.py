@@ -16,7 +16,7 @@ from actors.gateway.document import openapi_document
 from actors.gateway.gateway import Gateway, check_model
 from actors.gateway.page import add_page
 from actors.gateway.streams import error_sent
-from actors.responses import error_body
+from actors.protocol.responses import error_body
 from model.errors import JobError, UserError
 
 READY_TIMEOUT_S = 5.0

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.card import ModelCard
-from actors.events import Event
+from actors.engine.events import Event
 from actors.gateway.exposition import Scrape
+from actors.protocol.card import ModelCard
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest
 from model.errors import JobError

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from fastapi import Request
 
-from actors.fields import RequestError
+from actors.protocol.fields import RequestError
 
 BODIES_AT_ONCE = 16  # of the largest size, that may be in memory together
 

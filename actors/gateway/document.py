@@ -1,7 +1,8 @@
 """The OpenAPI document: every route with its request, its answers and its errors, as they really are.
 
-Request types come from `actors.request_types` and the field tables, answers from `actors.response_types`; the tests
-hold the document and the server together, with a tool that reads the one and asks the other.
+Request types come from `actors.protocol.request_types` and the field tables, answers from
+`actors.protocol.response_types`; the tests hold the document and the server together, with a tool that reads the one
+and asks the other.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldRule
-from actors.request_types import ChatFields, CompletionFields, TokenizeFields
-from actors.response_types import (
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldRule
+from actors.protocol.request_types import ChatFields, CompletionFields, TokenizeFields
+from actors.protocol.response_types import (
     CanvasEvent,
     ChatAnswer,
     ChatChunk,

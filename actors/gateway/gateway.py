@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from actors.access import Access
-from actors.events import Canvas, Event, Failed, Finished
-from actors.fields import RequestError
+from actors.engine.events import Canvas, Event, Failed, Finished
+from actors.gateway.access import Access
 from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
 from actors.gateway.record import Observer, RequestRecord
 from actors.gateway.streams import Draw, EventStream, Shape, raise_failure, result_of, stream_events
-from actors.logprobs import Logprobs, LogprobWriter, Tokens, token_bytes, token_text
-from actors.protocol import Call, Kind, parse_call, parse_tokenize
-from actors.responses import Reply, canvas
+from actors.protocol.calls import Call, Kind, parse_call, parse_tokenize
+from actors.protocol.fields import RequestError
+from actors.protocol.logprobs import Logprobs, LogprobWriter, Tokens, token_bytes, token_text
+from actors.protocol.responses import Reply, canvas
 from model.errors import UserError
 
 DEADLINE_HEADER = "X-Deadline-S"

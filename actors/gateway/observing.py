@@ -7,9 +7,9 @@ from actors.gateway.backend import Backend
 from actors.gateway.metrics import Ask, GatewayMetrics, Scraper
 from actors.gateway.record import Observer
 from actors.gateway.request_log import RequestLog
-from actors.place import replica_name
 from actors.serve_args import GATEWAY, ServeArgs
-from actors.tracing import make_tracer
+from actors.serving.place import replica_name
+from actors.serving.tracing import make_tracer
 
 
 def make_observer(args: ServeArgs, backend: Backend, admission: Admission, ask_gateways: Ask | None = None) -> Observer:

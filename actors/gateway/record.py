@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from actors.events import Delta, Event, Failed, Finished
+from actors.engine.events import Delta, Event, Failed, Finished
+from actors.engine.timeline import Timeline, now_ns
 from actors.gateway.exposition import encode
 from actors.gateway.metrics import INTERNAL, KINDS, GatewayMetrics, Outcome, Scraper
 from actors.gateway.request_log import RequestLog
 from actors.gateway.streams import EventStream, error_sent, failure_of
-from actors.protocol import Call, Kind
-from actors.timeline import Timeline, now_ns
-from actors.tracing import RequestSpan, Tracer
+from actors.protocol.calls import Call, Kind
+from actors.serving.tracing import RequestSpan, Tracer
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.events import Canvas, Delta, Event, Finished
+from actors.engine.events import Canvas, Delta, Event, Finished
 from model.errors import JobError
 
 DIVERGED = "The engine that began this answer went away, and another continued it differently: send the request again."

@@ -2,7 +2,7 @@
 
 A run whose engine goes away is begun again on another (`actors.gateway.replay`), so a killed replica costs time, not
 answers. When a client leaves, cancelling the call aborts its row; because cancellation is known to get lost on chains
-of handles, every replica is also asked to abort it, and none works longer than its lease (`actors.leases`).
+of handles, every replica is also asked to abort it, and none works longer than its lease (`actors.serving.leases`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.events import Event, Failed
+from actors.engine.events import Event, Failed
 from actors.gateway.asking import ask_all
 from actors.gateway.backend import Served, Unavailable
 from actors.gateway.exposition import Scrape
 from actors.gateway.replay import Replay
-from actors.liveness import this_actor
-from actors.replica import Refused
+from actors.serving.liveness import this_actor
+from actors.serving.replica import Refused
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
 

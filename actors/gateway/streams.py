@@ -8,11 +8,11 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.events import Canvas, Delta, Event, Failed, Finished
-from actors.fields import RequestError
+from actors.engine.events import Canvas, Delta, Event, Failed, Finished
 from actors.gateway.backend import Unavailable
-from actors.logprobs import Logprobs, Tokens
-from actors.responses import DONE, Reply, error_body, sse
+from actors.protocol.fields import RequestError
+from actors.protocol.logprobs import Logprobs, Tokens
+from actors.protocol.responses import DONE, Reply, error_body, sse
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
 

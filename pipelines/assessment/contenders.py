@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.protocol import check_default
+from actors.protocol.calls import check_default
 from model.backbone import load_tokenizer, read_config
 from model.config import BlockDiffusionConfig, DecodeConfig
 from model.decoding import POLICIES

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from actors.rows import COLUMNS, PackedRows, RowFormat, holds_rows
+from actors.training.rows import COLUMNS, PackedRows, RowFormat, holds_rows
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
 from model.config import BlockDiffusionConfig
 from model.errors import UserError

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.answers import Prompt
-from actors.card import ModelCard
-from actors.protocol import derived_seed, generation_request
+from actors.protocol.calls import derived_seed, generation_request
+from actors.protocol.card import ModelCard
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest
 from model.errors import UserError

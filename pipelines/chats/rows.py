@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from actors.rows import RowFormat
+from actors.training.rows import RowFormat
 
 IGNORED = -100  # label of a position without loss
 TAIL = -1  # document id of positions that belong to no document

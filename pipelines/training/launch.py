@@ -23,11 +23,11 @@ from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from actors.board import Board, Failure, News
-from actors.checkpoints import CheckpointStore
-from actors.run_files import Fence
-from actors.train_settings import TrainSettings
-from actors.trainer import train_worker
+from actors.training.board import Board, Failure, News
+from actors.training.checkpoints import CheckpointStore
+from actors.training.run_files import Fence
+from actors.training.settings import TrainSettings
+from actors.training.trainer import train_worker
 from model.errors import JobError, UserError
 from pipelines.jobkit import OutputFolder, Progress
 from pipelines.training.resources import Placement

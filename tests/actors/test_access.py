@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.access import Access, is_loopback, load_key_hashes
-from actors.fields import RequestError
+from actors.gateway.access import Access, is_loopback, load_key_hashes
+from actors.protocol.fields import RequestError
 from model.errors import UserError
 
 

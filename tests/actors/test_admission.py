@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.fields import RequestError
 from actors.gateway.admission import Admission
+from actors.protocol.fields import RequestError
 
 
 class Clock:

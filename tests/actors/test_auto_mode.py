@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.auto_mode import PRIOR_TPF, ModeChooser, RoundCosts, calibration_rows, interpolate
-from actors.calibration import measure_costs
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.events import Event, Finished
+from actors.engine.auto_mode import PRIOR_TPF, ModeChooser, RoundCosts, calibration_rows, interpolate
+from actors.engine.calibration import measure_costs
+from actors.engine.events import Event, Finished
+from actors.engine.loop import Engine, EngineConfig, generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder
 from tests.decoding import answer, make_request, prompt_of
@@ -122,7 +122,7 @@ def test_callers_may_submit_while_the_engine_measures(
             submitted.set()
         return COSTS
 
-    monkeypatch.setattr("actors.engine.measure_costs", measure)
+    monkeypatch.setattr("actors.engine.loop.measure_costs", measure)
     engine.submit(make_request("a", prompt_of(3), 4, mode="auto"), lambda event: None)
     engine.step()
     assert submitted.is_set(), "the lock was held"

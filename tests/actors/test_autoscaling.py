@@ -15,9 +15,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from actors.autoscaling import STALE, autoscaling_config, replicas_for
-from actors.backlog import BACKLOG
+from actors.engine.backlog import BACKLOG
 from actors.serve_args import ServeArgs
+from actors.serving.autoscaling import STALE, autoscaling_config, replicas_for
 
 TARGET = 1000.0
 DEPLOYMENT = DeploymentID("EngineReplica", "app")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.backlog import (
+from actors.engine.backlog import (
     HALVED_AT,
     UNKNOWN_COST,
     UNKNOWN_LENGTH,
@@ -91,5 +91,5 @@ def test_a_new_request_brings_its_uncached_prompt_and_an_answer_of_the_usual_len
 
 
 def test_the_arithmetic_needs_neither_torch_nor_ray() -> None:
-    code = "import sys, actors.backlog; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = "import sys, actors.engine.backlog; assert not {'torch', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from actors.fields import RequestError
 from actors.gateway.body import BODIES_AT_ONCE, BodyReader, parse_object
+from actors.protocol.fields import RequestError
 
 HEADERS = [(b"content-type", b"application/json")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from actors.events import Canvas, Finished
+from actors.engine.events import Canvas, Finished
 from model.decoding import Reveal
 from tests.actors.test_gateway import PROMPT, RESULT, ScriptedBackend, post
 from tests.tiny import tiny_tokenizer

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.access import load_key_hashes
 from actors.chat.answer import Answer, token_data
 from actors.chat.client import Client, Event
 from actors.chat.command import Conversation, main, order
 from actors.chat.view import MASK, NEW, canvas_text, printable
-from actors.events import Delta, Failed
-from actors.events import Event as EngineEvent
+from actors.engine.events import Delta, Failed
+from actors.engine.events import Event as EngineEvent
+from actors.gateway.access import load_key_hashes
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
 from tests.actors.test_gateway import GOOD, ScriptedBackend

@@ -11,9 +11,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from actors.checkpoints import COMMIT, CheckpointStore
-from actors.ranks import Ranks, halves, whole
-from actors.run_files import METRICS, Fence, MetricsLog, StepRecord, read_metrics
+from actors.training.checkpoints import COMMIT, CheckpointStore
+from actors.training.ranks import Ranks, halves, whole
+from actors.training.run_files import METRICS, Fence, MetricsLog, StepRecord, read_metrics
 from model.errors import JobError, UserError
 from model.layout import combine_hashes
 

@@ -9,10 +9,10 @@ import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError
 from actors.gateway.app import create_app
 from actors.gateway.document import openapi_document
-from actors.protocol import parse_call
+from actors.protocol.calls import parse_call
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError
 from model.config import DecodeConfig
 from tests.actors.test_gateway import GOOD, ScriptedBackend
 from tests.actors.test_protocol import CARD, CHAT, PROMPT

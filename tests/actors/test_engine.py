@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.events import Canvas, Delta, Event, Failed, Finished
+from actors.engine.events import Canvas, Delta, Event, Failed, Finished
+from actors.engine.loop import Engine, EngineConfig, generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError

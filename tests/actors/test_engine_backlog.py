@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.backlog import UNKNOWN_COST, UNKNOWN_LENGTH
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.events import Event
+from actors.engine.backlog import UNKNOWN_COST, UNKNOWN_LENGTH
+from actors.engine.events import Event
+from actors.engine.loop import Engine, EngineConfig, generate_all
 from model.backbone import Backbone
 from tests.decoding import BLOCK, make_request, prompt_of
 

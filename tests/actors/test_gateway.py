@@ -12,7 +12,7 @@ import httpx
 import pytest
 from httpx import ASGITransport
 
-from actors.events import Delta, Event, Failed, Finished
+from actors.engine.events import Delta, Event, Failed, Finished
 from actors.gateway.admission import Admission
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
@@ -204,7 +204,7 @@ def test_without_keys_only_this_machine_is_served() -> None:
 
 
 def test_with_keys_everyone_must_show_one() -> None:
-    from actors.access import load_key_hashes
+    from actors.gateway.access import load_key_hashes
 
     keys = load_key_hashes(None, {"BLOCKCAST_API_KEYS": "first,second"})
 
@@ -224,7 +224,7 @@ def test_with_keys_everyone_must_show_one() -> None:
 
 
 def test_one_key_may_not_take_all_slots() -> None:
-    from actors.access import load_key_hashes
+    from actors.gateway.access import load_key_hashes
 
     backend = ScriptedBackend(["wait"])
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.leases import GRACE_S, LEASE_S, Leases
+from actors.serving.leases import GRACE_S, LEASE_S, Leases
 
 
 def test_a_request_lives_as_long_as_its_gateway_names_it() -> None:

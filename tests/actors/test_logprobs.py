@@ -14,13 +14,13 @@ from httpx import ASGITransport
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from actors.card import model_card
-from actors.engine import Engine
-from actors.events import Event
+from actors.engine.events import Event
+from actors.engine.loop import Engine
 from actors.gateway.app import create_app
 from actors.gateway.backend import Served
 from actors.gateway.exposition import Scrape
-from actors.logprobs import LogprobWriter, token_bytes, token_text
+from actors.protocol.card import model_card
+from actors.protocol.logprobs import LogprobWriter, token_bytes, token_text
 from model.backbone import Backbone, load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, SamplingParams, TokenLogprob

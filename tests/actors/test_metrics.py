@@ -13,10 +13,10 @@ import httpx
 import pytest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from actors.access import load_key_hashes
+from actors.gateway.access import load_key_hashes
 from actors.gateway.exposition import Families, Scrape, Told, encode, merge
 from actors.gateway.metrics import GatewayMetrics, Scraper
-from actors.replica import EngineReplica
+from actors.serving.replica import EngineReplica
 from tests.api.successor import build_successor_model
 from tests.direct import DirectBackend, client_of, direct_app
 from tests.exposition import Values, names, read, total

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.access import load_key_hashes
+from actors.gateway.access import load_key_hashes
 from actors.gateway.page import page_files
 from tests.actors.test_gateway import ScriptedBackend, with_client
 

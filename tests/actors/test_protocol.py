@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from actors.card import ModelCard, sampling_defaults
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, markdown
-from actors.protocol import check_default, decode_config, derived_seed, generation_request, parse_call
-from actors.request_types import DiffusionOptions, Message, StreamOptions
+from actors.protocol.calls import check_default, decode_config, derived_seed, generation_request, parse_call
+from actors.protocol.card import ModelCard, sampling_defaults
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, markdown
+from actors.protocol.request_types import DiffusionOptions, Message, StreamOptions
 from model.config import BlockDiffusionConfig, DecodeConfig
 from model.decoding import POLICIES, GenerationRequest, SamplingParams
 from model.errors import UserError
@@ -417,7 +417,7 @@ def test_the_keys_inside_messages_and_stream_options_are_known_as_well() -> None
 
 def test_the_documented_table_is_the_table_in_force(project: Path) -> None:
     page = (project / "docs" / "http.md").read_text(encoding="utf-8")
-    assert markdown(CHAT_FIELDS) in page, "run `python -m actors.fields` and paste its tables into docs/http.md"
+    assert markdown(CHAT_FIELDS) in page, "`python -m actors.protocol.fields` prints what docs/http.md must hold"
     assert markdown(COMPLETION_FIELDS) in page
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine import Engine, generate_all
-from actors.ranking import MOST_PAGES, SAME_BACKLOG, SHORT, Candidate, Ledger, PrefixReport, rank
-from actors.routing_stats import prefix_report
+from actors.engine.loop import Engine, generate_all
+from actors.serving.ranking import MOST_PAGES, SAME_BACKLOG, SHORT, Candidate, Ledger, PrefixReport, rank
+from actors.serving.routing_stats import prefix_report
 from model.backbone import Backbone
 from model.pages import PagePool, chain_keys
 from tests.decoding import BLOCK, make_request, prompt_of
@@ -153,5 +153,5 @@ def test_of_many_cached_pages_those_in_use_and_the_latest_are_reported() -> None
 
 
 def test_the_ranking_needs_neither_torch_nor_ray() -> None:
-    code = "import sys, actors.ranking; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    code = "import sys, actors.serving.ranking; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

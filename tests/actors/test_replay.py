@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.events import Canvas, Delta, Event, Failed, Finished
+from actors.engine.events import Canvas, Delta, Event, Failed, Finished
 from actors.gateway.replay import Replay
 from model.decoding import GenerationResult, TokenLogprob
 from model.errors import JobError

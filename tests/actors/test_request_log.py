@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.access import load_key_hashes
-from actors.engine import Engine
-from actors.engine_observer import EngineObserver
-from actors.events import Delta, Failed
+from actors.engine.events import Delta, Failed
+from actors.engine.loop import Engine
+from actors.engine.observer import EngineObserver
+from actors.gateway.access import load_key_hashes
 from actors.gateway.exposition import encode, merge
 from actors.gateway.record import client_id
-from actors.logs import OURS, join_serve_log
 from actors.serve_args import TracingArgs
+from actors.serving.logs import OURS, join_serve_log
 from model.backbone import Backbone
 from model.errors import JobError, UserError
 from tests.actors.test_gateway import GOOD, PROMPT, ScriptedBackend, with_client
@@ -227,6 +227,6 @@ def test_the_engine_s_own_lines_reach_serve_s_log_once(
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     join_serve_log()
     join_serve_log()
-    logging.getLogger("actors.engine").warning("a forward failed")
+    logging.getLogger("actors.engine.loop").warning("a forward failed")
     logging.getLogger("model.kernels.fused").warning("stays on PyTorch")
     assert heard == ["a forward failed", "stays on PyTorch"]

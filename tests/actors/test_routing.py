@@ -10,9 +10,9 @@ from typing import Any
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from actors.ranking import PrefixReport
-from actors.routing import PrefixRouter, router_config
 from actors.serve_args import RoutingArgs
+from actors.serving.ranking import PrefixReport
+from actors.serving.routing import PrefixRouter, router_config
 from model.decoding import GenerationRequest
 
 DEPLOYMENT = DeploymentID("EngineReplica", "app")
@@ -141,6 +141,7 @@ def test_a_call_without_a_prompt_and_a_replica_without_a_report_are_fine() -> No
 
 def test_serve_is_told_of_the_router_only_where_there_is_a_choice() -> None:
     chosen = router_config(RoutingArgs(), replicas=2)
-    assert chosen.request_router_class == "actors.routing:PrefixRouter" and chosen.request_routing_stats_period_s == 2
+    assert chosen.request_router_class == "actors.serving.routing:PrefixRouter"
+    assert chosen.request_routing_stats_period_s == 2
     for unheard in (router_config(RoutingArgs(), replicas=1), router_config(RoutingArgs(prefix=False), replicas=2)):
         assert unheard.is_default_request_router() and unheard.request_routing_stats_period_s > 1000

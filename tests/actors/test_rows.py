@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rows import PackedRows, RowFormat, RowOrder, Sample, holds_rows, micro_steps, permutation, share
+from actors.training.rows import PackedRows, RowFormat, RowOrder, Sample, holds_rows, micro_steps, permutation, share
 from model.errors import UserError
 from tests.model.rows import random_rows
 from tests.packed import write_rows

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.scheduler import Demand, Grant, Queue, plan_round
+from actors.engine.scheduler import Demand, Grant, Queue, plan_round
 
 
 def prefill(name: str, left: int, block_size: int = 8) -> Demand:
@@ -69,5 +69,5 @@ def test_the_queue_is_first_come_first_served_but_for_those_who_ran_before() -> 
 
 
 def test_the_planner_needs_neither_torch_nor_ray() -> None:
-    code = "import sys, actors.scheduler; sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    code = "import sys, actors.engine.scheduler; sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from actors.loaded_model import check_engine
-from actors.request_types import DiffusionOptions
+from actors.protocol.request_types import DiffusionOptions
 from actors.serve_args import DecodeArgs, ServeArgs, check_config
 from actors.server import build
+from actors.serving.loaded_model import check_engine
 from model.config import DecodeConfig
 from model.decoding import POLICIES
 from model.errors import JobError, UserError

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from actors.engine import Engine, EngineConfig
-from actors.events import Event, Failed, Finished
-from actors.timeline import Timeline
+from actors.engine.events import Event, Failed, Finished
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.timeline import Timeline
 from model.backbone import Backbone
 from model.decoding import GenerationRequest
 from tests.decoding import make_request, mixed_requests, prompt_of

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.serve_args import TracingArgs
-from actors.tracing import Tracer, make_tracer
+from actors.serving.tracing import Tracer, make_tracer
 from model.errors import UserError
 from tests.actors.test_metrics import successor_model as successor_model  # the fixture
 from tests.direct import client_of, direct_app

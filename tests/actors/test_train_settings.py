@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.train_settings import TrainSettings, deepspeed_settings
+from actors.training.settings import TrainSettings, deepspeed_settings
 
 
 def settings(**changes: Any) -> TrainSettings:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from actors.rows import PackedRows, RowOrder
-from actors.train_settings import TrainSettings
-from actors.trained_model import publish_model
+from actors.training.rows import PackedRows, RowOrder
+from actors.training.settings import TrainSettings
+from actors.training.trained_model import publish_model
 from model.backbone import Backbone, load_backbone, make_block_diffusion
 from model.errors import JobError
 from model.objective import TrainingModel, make_objective

@@ -91,7 +91,7 @@ def guarded(server: Server, successor_model: Path, tmp_path_factory: pytest.Temp
     """A second gateway in front of the same engine."""
     from ray import serve
 
-    from actors.access import load_key_hashes
+    from actors.gateway.access import load_key_hashes
     from actors.serve_args import ServeArgs
     from actors.server import GatewayDeployment
 

@@ -12,7 +12,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldRule
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldRule
 from tests.api.conftest import MODEL
 from tests.api.successor import ANSWER, letters_after, successor_tokenizer
 

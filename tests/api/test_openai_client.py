@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from tests.api.conftest import MODEL, Server
 from tests.api.successor import ANSWER, letters_after
 from tests.tiny import tiny_tokenizer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from actors.access import load_key_hashes
-from actors.events import Canvas, Delta, Finished
+from actors.engine.events import Canvas, Delta, Finished
+from actors.gateway.access import load_key_hashes
 from actors.gateway.backend import Served
 from model.config import DecodeConfig
 from model.decoding import GenerationResult, Reveal

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from actors.replica import EngineReplica
+from actors.serving.replica import EngineReplica
 
 
 class Sabotage(BaseException):

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.checkpoints import CheckpointStore
+from actors.training.checkpoints import CheckpointStore
 from tests.training_runs import TrainingRun, adapt, arguments, read_metrics, timeless
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]

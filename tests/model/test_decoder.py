@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PreTrainedConfig, Qwen2Config
 
 import model.decoding.packing as packing
-from actors.engine import Engine, generate_all
-from actors.events import Canvas, Event
+from actors.engine.events import Canvas, Event
+from actors.engine.loop import Engine, generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
 from model.errors import UserError

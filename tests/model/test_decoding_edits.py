@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine import Engine
-from actors.events import Canvas, Event
+from actors.engine.events import Canvas, Event
+from actors.engine.loop import Engine
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest
 from model.decoding.packing import Turn, pack

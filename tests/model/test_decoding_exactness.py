@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model.decoding.packing as packing
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.events import Event
+from actors.engine.events import Event
+from actors.engine.loop import Engine, EngineConfig, generate_all
 from model.backbone import Backbone
 from tests.decoding import (
     BLOCK,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine import Engine, generate_all
-from actors.events import Canvas, Delta, Event, Finished
+from actors.engine.events import Canvas, Delta, Event, Finished
+from actors.engine.loop import Engine, generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import GenerationResult, Reveal
 from model.decoding.sampling import Chosen

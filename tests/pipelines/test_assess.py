@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from actors.rows import RowFormat
+from actors.training.rows import RowFormat
 from model.backbone import load_backbone
 from model.corruption import IGNORED
 from model.objective import held_out_loss, make_objective

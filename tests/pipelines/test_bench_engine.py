@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.scheduler import Demand, Grant
+from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.scheduler import Demand, Grant
 from model.backbone import Backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError

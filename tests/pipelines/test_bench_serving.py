@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.responses import error_body
+from actors.protocol.responses import error_body
 from model.errors import UserError
 from pipelines.benches.serving.client import Answer, Outcome, Record, Target, ask
 from pipelines.benches.serving.memory import BLOCKS, slope_of

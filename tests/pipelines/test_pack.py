@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import mark, raises
 
-from actors.rows import ROW_SCHEMA
+from actors.training.rows import ROW_SCHEMA
 from pipelines.chats.pack import Plan, parts, plan_rows
 from pipelines.chats.rows import IGNORED, TAIL, Placed, RowFormat, build_rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from actors.engine import Engine, generate_all
+from actors.engine.loop import Engine, generate_all
 from model.backbone import load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine import Engine, generate_all
-from actors.events import Delta, Event, Failed, Finished
-from actors.scheduler import Planner
+from actors.engine.events import Delta, Event, Failed, Finished
+from actors.engine.loop import Engine, generate_all
+from actors.engine.scheduler import Planner
 from model.decoding import GenerationRequest
 from model.errors import JobError
 from pipelines.benches.engine.contestants import share_equal

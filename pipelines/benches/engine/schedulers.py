@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from actors.scheduler import Demand, Grant, Planner, plan_round
+from actors.engine.scheduler import Demand, Grant, Planner, plan_round
 
 
 class SwitchedPlanner:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from actors.card import model_card
-from actors.engine import Engine, EngineConfig
-from actors.scheduler import Planner, plan_round
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.scheduler import Planner, plan_round
+from actors.protocol.card import model_card
 from model.backbone import DTYPES, Backbone, load_backbone, load_tokenizer, make_block_diffusion
 from model.config import DecodeConfig, nearest_key
 from model.decoding import GenerationRequest

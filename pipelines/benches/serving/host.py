@@ -19,9 +19,9 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ConfigDict
 
 from actors.local_ray import init_ray
-from actors.replica import EngineReplica
 from actors.serve_args import GATEWAY, REPLICA, ServeArgs
 from actors.serve_local import SERVE_SETTINGS
+from actors.serving.replica import EngineReplica
 from model.errors import JobError
 
 APPLICATION = "served"
@@ -39,7 +39,7 @@ class HostOptions(BaseModel):
     port: int
     cpus: int = 2
     temp_dir: str | None = None
-    replica: str = "actors.replica:EngineReplica"
+    replica: str = "actors.serving.replica:EngineReplica"
 
 
 def deploy(options: HostOptions) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from actors.events import Delta, Finished
-from actors.replica import EngineReplica, Events
+from actors.engine.events import Delta, Finished
+from actors.serving.replica import EngineReplica, Events
 from model.decoding import GenerationRequest, GenerationResult
 
 TEXT = "ok"

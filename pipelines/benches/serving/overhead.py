@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from actors.access import KEYS_VARIABLE
-from actors.card import model_card
-from actors.engine import Engine, EngineConfig
-from actors.events import Delta, Event, Failed, Finished
-from actors.protocol import parse_call
+from actors.engine.events import Delta, Event, Failed, Finished
+from actors.engine.loop import Engine, EngineConfig
+from actors.gateway.access import KEYS_VARIABLE
+from actors.protocol.calls import parse_call
+from actors.protocol.card import model_card
 from actors.serve_args import ServeArgs
 from model.backbone import DTYPES, load_backbone
 from model.decoding import GenerationRequest

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from ray.actor import ActorHandle
 
-from actors.backlog import BACKLOG
-from actors.engine_stats import EngineStats
-from actors.events import Event, Failed, Finished
+from actors.engine.backlog import BACKLOG
+from actors.engine.events import Event, Failed, Finished
+from actors.engine.stats import EngineStats
 from actors.gateway.backend import Served
 from actors.gateway.exposition import Told, joined
-from actors.leases import Leases
-from actors.liveness import lives
-from actors.loaded_model import LoadedModel
-from actors.routing_stats import prefix_report
 from actors.serve_args import ServeArgs
-from actors.shelf import Shelf
+from actors.serving.leases import Leases
+from actors.serving.liveness import lives
+from actors.serving.loaded_model import LoadedModel
+from actors.serving.routing_stats import prefix_report
+from actors.serving.shelf import Shelf
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
 
@@ -44,7 +44,7 @@ Events = list[Event | Refused]
 
 
 class EngineReplica:
-    """A model, its engine and its engine's thread, and further ones where the arguments name them (`actors.shelf`).
+    """A model, its engine and its engine's thread, and further ones where the arguments name them.
 
     Errors in the arguments or the default model end the constructor with one sentence.
     """
@@ -164,11 +164,11 @@ class EngineReplica:
         return self._engine.stats()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's autoscaler hears of this replica; see `actors.autoscaling`."""
+        """What Serve's autoscaler hears of this replica; see `actors.serving.autoscaling`."""
         return {BACKLOG: sum(loaded.engine.backlog().tokens for loaded in self._shelf.all().values())}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What routers hear of it, by model ("" is the default one); see `actors.ranking`."""
+        """What routers hear of it, by model ("" is the default one); see `actors.serving.ranking`."""
         return {name: prefix_report(loaded.engine).pack() for name, loaded in self._shelf.all().items()}
 
     async def metrics(self) -> Told:

@@ -24,14 +24,14 @@ import ray.train
 import ray.train.torch
 import torch
 
-from actors.board import Failure
-from actors.checkpoints import CheckpointStore, Commit
-from actors.ranks import Ranks, halves, whole
-from actors.rows import PackedRows, RowOrder, Sample, share
-from actors.run_files import Fence, MetricsLog, StepRecord
-from actors.train_settings import TrainSettings
-from actors.trained_model import publish_model
-from actors.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
+from actors.training.board import Failure
+from actors.training.checkpoints import CheckpointStore, Commit
+from actors.training.ranks import Ranks, halves, whole
+from actors.training.rows import PackedRows, RowOrder, Sample, share
+from actors.training.run_files import Fence, MetricsLog, StepRecord
+from actors.training.settings import TrainSettings
+from actors.training.trained_model import publish_model
+from actors.training.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
 from model.corruption import IGNORED
 from model.errors import JobError, UserError

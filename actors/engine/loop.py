@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from actors.auto_mode import ModeChooser, calibration_rows
-from actors.backlog import Backlog, BacklogMeter, Work
-from actors.calibration import measure_costs, rows_that_fit
-from actors.engine_stats import Counters, EngineStats, answer_tokens
-from actors.events import Canvas, Delta, Event, Failed, Finished, Listener
-from actors.scheduler import Demand, Planner, Queue, plan_round
-from actors.timeline import Timelines, now_ns
+from actors.engine.auto_mode import ModeChooser, calibration_rows
+from actors.engine.backlog import Backlog, BacklogMeter, Work
+from actors.engine.calibration import measure_costs, rows_that_fit
+from actors.engine.events import Canvas, Delta, Event, Failed, Finished, Listener
+from actors.engine.scheduler import Demand, Planner, Queue, plan_round
+from actors.engine.stats import Counters, EngineStats, answer_tokens
+from actors.engine.timeline import Timelines, now_ns
 from model.backbone import Backbone
 from model.decoding import (
     Decoder,
@@ -165,7 +165,7 @@ class Engine:
             )
 
     def backlog(self) -> Backlog:
-        """Query tokens still to run, of running and waiting requests; see `actors.backlog`."""
+        """Query tokens still to run, of running and waiting requests; see `actors.engine.backlog`."""
         with self._lock:
             return self._meter.measure(self._work(request) for request, _ in self._requests.values())
 

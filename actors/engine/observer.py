@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from actors.engine import Engine
-from actors.engine_metrics import EngineMetrics
-from actors.events import Failed, Finished
+from actors.engine.events import Failed, Finished
+from actors.engine.loop import Engine
+from actors.engine.metrics import EngineMetrics
 from actors.gateway.exposition import Told
-from actors.logs import join_serve_log
-from actors.place import OUTSIDE, replica_name
 from actors.serve_args import REPLICA, TracingArgs
-from actors.tracing import make_tracer
+from actors.serving.logs import join_serve_log
+from actors.serving.place import OUTSIDE, replica_name
+from actors.serving.tracing import make_tracer
 
 log = logging.getLogger("ray.serve.blockcast")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.timeline import Timeline
+from actors.engine.timeline import Timeline
 from model.decoding import GenerationResult, Reveal, TokenLogprob
 
 

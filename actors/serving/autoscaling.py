@@ -17,10 +17,10 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from actors.backlog import BACKLOG
+from actors.engine.backlog import BACKLOG
 from actors.serve_args import ServeArgs
 
-POLICY = "actors.autoscaling:BacklogPolicy"
+POLICY = "actors.serving.autoscaling:BacklogPolicy"
 LOOK_BACK, STALE = 3.0, 10.0  # in reports: how far Serve's own averages reach; and when a report is too old
 IN_FLIGHT = 0.5  # requests at the handles, on average: readiness probes are fewer, a real request is more
 

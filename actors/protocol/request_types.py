@@ -1,7 +1,7 @@
 """The types of requests: exact JSON types, unknown keys refused, null equal to absent.
 
-`actors.protocol` turns what passes here into a GenerationRequest, and a complaint into one sentence that names the
-field.
+`actors.protocol.calls` turns what passes here into a GenerationRequest, and a complaint into one sentence that names
+the field.
 """
 
 from __future__ import annotations

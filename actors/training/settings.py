@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from actors.rows import micro_steps
+from actors.training.rows import micro_steps
 
 SCHEDULES = ("cosine", "constant")
 CPU_BUCKET = 10_000_000  # elements; above it the copies of a bucket no longer come from warm memory

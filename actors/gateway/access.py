@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.fields import RequestError
+from actors.protocol.fields import RequestError
 from model.errors import UserError
 
 KEYS_VARIABLE = "BLOCKCAST_API_KEYS"

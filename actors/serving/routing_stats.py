@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from actors.engine import Engine
-from actors.ranking import SHORT, PrefixReport
+from actors.engine.loop import Engine
+from actors.serving.ranking import SHORT, PrefixReport
 
 MOST_KEYS = 4096  # of the page cache that are reported, 32 KiB; the latest used are preferred
 

@@ -1,8 +1,8 @@
 """Every request field of OpenAI's two endpoints, in one table: honoured, or refused with a 400 that names it.
 
 A refused field may still carry a value that asks for nothing (`n: 1`, `tools: []`): such a value changes no answer
-and is accepted. `null` is always the same as leaving the field out. `python -m actors.fields` prints the tables of
-docs/http.md; a test holds page, tables and the `openai` client's own field lists together.
+and is accepted. `null` is always the same as leaving the field out. `python -m actors.protocol.fields` prints the
+tables of docs/http.md; a test holds page, tables and the `openai` client's own field lists together.
 """
 
 from __future__ import annotations

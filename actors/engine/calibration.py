@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from actors.auto_mode import RoundCosts
+from actors.engine.auto_mode import RoundCosts
 from model.config import DecodeConfig
 from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
 

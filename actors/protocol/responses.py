@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.events import Canvas
-from actors.protocol import Kind
+from actors.engine.events import Canvas
+from actors.protocol.calls import Kind
 from model.decoding import GenerationResult
 
 ERROR_TYPES = {429: "rate_limit_error"}
@@ -98,7 +98,7 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
 def canvas(event: Canvas, texts: Sequence[str]) -> dict[str, Any]:
     """What one forward decided; positions count from the prompt's first token and may come in any order.
 
-    texts: each revealed token as a person reads it (`actors.logprobs.token_text`).
+    texts: each revealed token as a person reads it (`actors.protocol.logprobs.token_text`).
     """
     reveals = [
         {"position": r.position, "token_id": r.token, "confidence": r.confidence, "text": text}

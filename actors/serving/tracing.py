@@ -1,7 +1,7 @@
 """OpenTelemetry spans: one for each request in the gateway; below it, from the engine, queue, prefill and each block.
 
     request POST chat                     gateway: arrival to the end of the response
-      queue | prefill | block 0, 1, ...   replica: times that the engine took itself (actors.timeline)
+      queue | prefill | block 0, 1, ...   replica: times that the engine took itself (actors.engine.timeline)
 
 The gateway decides whether a request is traced, by a client's W3C `traceparent` where it sends one, else by the
 sampling ratio, and hands its own `traceparent` to the replica. No span holds a prompt, an answer or a key.
@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from actors.events import Finished
+from actors.engine.events import Finished
+from actors.engine.timeline import Timeline, now_ns
 from actors.serve_args import TracingArgs
-from actors.timeline import Timeline, now_ns
 from model.errors import UserError
 
 if TYPE_CHECKING:

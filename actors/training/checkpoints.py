@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from actors.ranks import Ranks
+from actors.training.ranks import Ranks
 from model.errors import JobError, UserError
 
 FOLDER = "checkpoints"

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError
 from pydantic import ValidationError
 
-from actors.card import ModelCard
-from actors.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, check_fields
-from actors.request_types import (
+from actors.protocol.card import ModelCard
+from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError, check_fields
+from actors.protocol.request_types import (
     CallFields,
     ChatFields,
     CompletionFields,

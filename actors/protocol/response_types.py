@@ -1,4 +1,4 @@
-"""The types of answers, for the OpenAPI document: what `actors.responses` writes, and nothing beside it."""
+"""The types of answers, for the OpenAPI document: what `actors.protocol.responses` writes, and nothing beside it."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 from ray import serve
 
-from actors.loaded_model import LoadedModel
 from actors.serve_args import ServeArgs
+from actors.serving.loaded_model import LoadedModel
 
 
 class _Kept:

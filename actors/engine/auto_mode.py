@@ -3,7 +3,8 @@
 A round of R rows that write blocks of K runs R x K query tokens for about R x TPF answer tokens; token by token it
 runs R tokens for R. Where forwards are bound by memory (few rows, GPUs) the wide round costs hardly more, blocks win;
 where they are bound by arithmetic (many rows on a CPU) token by token wins. So the choice needs what rounds cost here,
-which is measured once (`actors.calibration`), and how many tokens a forward decides, learnt from finished answers.
+which is measured once (`actors.engine.calibration`), and how many tokens a forward decides, learnt from finished
+answers.
 """
 
 from __future__ import annotations

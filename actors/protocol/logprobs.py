@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from actors.protocol import Kind
+from actors.protocol.calls import Kind
 from model.decoding import TokenLogprob
 from model.decoding.text import REPLACEMENT
 

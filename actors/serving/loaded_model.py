@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-from actors.card import model_card
-from actors.engine import Engine, EngineConfig, generate_all
-from actors.engine_observer import EngineObserver
+from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.observer import EngineObserver
 from actors.gateway.backend import Served
-from actors.protocol import check_default
+from actors.protocol.calls import check_default
+from actors.protocol.card import model_card
 from actors.serve_args import ModelArgs, ServeArgs
 from model.backbone import DTYPES, Backbone, load_backbone
 from model.decoding import GenerationRequest, SamplingParams

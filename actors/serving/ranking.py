@@ -60,7 +60,7 @@ def rank(candidates: Sequence[Candidate], most_extra: float) -> list[list[Hashab
 class PrefixReport:
     """What one engine says to routers. at: time.time() there; salts: the first key of a chain, by decoding mode.
 
-    backlog, answer_length, token_cost: see `actors.backlog.Backlog`.
+    backlog, answer_length, token_cost: see `actors.engine.backlog.Backlog`.
     """
 
     at: float

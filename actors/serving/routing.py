@@ -1,8 +1,8 @@
 """The prefix-aware router: Serve asks it, for every request of a handle, to which replicas it may go, best first.
 
-The choice is `actors.ranking`'s; Serve's own mechanism does the rest: it asks for queue lengths, sends, and comes back
-when a replica is full or has died. A replica that is known to be dead is never offered again, even while the controller
-still lists it.
+The choice is `actors.serving.ranking`'s; Serve's own mechanism does the rest: it asks for queue lengths, sends, and
+comes back when a replica is full or has died. A replica that is known to be dead is never offered again, even while the
+controller still lists it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from actors.ranking import Candidate, Ledger, PrefixReport, rank
 from actors.serve_args import RoutingArgs
+from actors.serving.ranking import Candidate, Ledger, PrefixReport, rank
 from model.decoding.requests import GenerationRequest
 
-ROUTER = "actors.routing:PrefixRouter"
+ROUTER = "actors.serving.routing:PrefixRouter"
 UNHEARD_REPORT_S = 3600.0  # Serve collects reports and sends them round whether a router wants them or not
 REMEMBERED = 5.0  # reports: how long a prompt that was sent counts as cached
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.ranks import Ranks
-from actors.train_settings import TrainSettings, deepspeed_settings
+from actors.training.ranks import Ranks
+from actors.training.settings import TrainSettings, deepspeed_settings
 from model.sources import cache_folder
 
 TAG = "zero"

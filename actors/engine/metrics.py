@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from actors.engine import Engine
-from actors.engine_stats import EngineStats
-from actors.events import Event, Failed, Finished
+from actors.engine.events import Event, Failed, Finished
+from actors.engine.loop import Engine
+from actors.engine.stats import EngineStats
+from actors.engine.timeline import Timeline
 from actors.gateway.exposition import Told
-from actors.timeline import Timeline
 from model.decoding import GenerationResult
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

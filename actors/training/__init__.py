@@ -1,0 +1,1 @@
+"""What a Train worker does (trainer.py), and what it stands on: rows, ranks, ZeRO, checkpoints, run files."""

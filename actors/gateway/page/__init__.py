@@ -67,11 +67,11 @@ def add_page(app: FastAPI, gateway: Gateway) -> None:
     """Serve the page at `/` and its files under `/page/`."""
     known = page_files()
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(request: Request) -> Response:
         return _send(request, known[FIRST])
 
-    @app.get("/page/{name}", include_in_schema=False)
+    @app.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def page_file(request: Request, name: str) -> Response:
         if name not in known:
             raise HTTPException(404, f"The page has no file {name[:100]!r}.")

@@ -36,13 +36,26 @@ class Readiness(Exact):
     status: Literal["ready"]
 
 
+class Blocks(Exact):
+    """How a model writes: tokens of a block, and of a part of it that is denoised together."""
+
+    block_size: int
+    sub_block_size: int
+
+
 class ModelEntry(Exact):
-    """A served model. created: seconds since 1970."""
+    """A served model. created: seconds since 1970.
+
+    Of the application's first model also: max_model_len, tokens that prompt and answer may have together, and
+    block_diffusion, null where it writes token by token only.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int = 0
+    block_diffusion: Blocks | None = None
 
 
 class ModelList(Exact):
@@ -202,16 +215,20 @@ class CompletionChunk(Chunk):
 
 
 class CanvasReveal(Exact):
-    """position: from the prompt's first token."""
+    """position: from the prompt's first token. text: the token as a person reads it."""
 
     position: int
     token_id: int
     confidence: float
+    text: str
 
 
 class CanvasEvent(Exact):
-    """With `diffusion.trace`, as `event: canvas`: what one denoising step revealed."""
+    """With `diffusion.trace`, as `event: canvas`: what one forward decided. Sizes in tokens."""
 
     id: str
+    prompt_tokens: int
+    block_size: int
+    sub_block_size: int
     block_start: int
     reveals: list[CanvasReveal]

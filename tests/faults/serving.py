@@ -99,7 +99,7 @@ class Rig:
 @contextlib.contextmanager
 def rig(scratch: Path) -> Iterator[Rig]:
     """Start everything, learn the answers, and end everything."""
-    model = build_successor_model(scratch / "model", SHARPNESS)
+    model = build_successor_model(scratch / "model", sharpness=SHARPNESS)
     with contextlib.ExitStack() as stack:
         redis_port = free_port()
         redis = stack.enter_context(running_redis(scratch, redis_port))

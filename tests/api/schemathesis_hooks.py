@@ -52,7 +52,10 @@ def fitting(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_ids(prompt: list[Any]) -> list[Any]:
-    return [known_ids(one) if isinstance(one, list) else one % 300 if isinstance(one, int) else one for one in prompt]
+    return [
+        known_ids(one) if isinstance(one, list) else int(one) % 300 if isinstance(one, int | float) else one
+        for one in prompt
+    ]
 
 
 def consistent(diffusion: dict[str, Any]) -> dict[str, Any]:

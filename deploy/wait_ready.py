@@ -48,6 +48,7 @@ class Deployment:
     have: int
     want: int
     scaled_by_load: bool
+    message: str = ""
 
     @property
     def serves(self) -> bool:
@@ -70,6 +71,11 @@ class Application:
     @property
     def failed(self) -> bool:
         return self.status in FAILED
+
+    @property
+    def told(self) -> str:
+        """Why: the application's own message may only name the deployments, theirs have the cause."""
+        return "\n".join([self.message, *(d.message for d in self.deployments if not d.serves and d.message)])
 
     @property
     def runs(self) -> bool:
@@ -161,7 +167,7 @@ def look(arguments: argparse.Namespace) -> tuple[str, int | None]:
             return f"application {name} is not deployed; {there}", None
     for application in (applications[name] for name in wanted):
         if application.failed:
-            return f"{application.name} is {application.status}: {sentence(application.message)}", 1
+            return f"{application.name} is {application.status}: {sentence(application.told)}", 1
     state = "; ".join(str(applications[name]) for name in wanted)
     if not all(applications[name].runs for name in wanted):
         return state, None
@@ -216,6 +222,7 @@ def _deployment(told: Mapping[str, Any]) -> Deployment:
         have=sum(replica["state"] == "RUNNING" for replica in told["replicas"]),
         want=told["target_num_replicas"],
         scaled_by_load=told["status_trigger"] == "AUTOSCALING",
+        message=told.get("message", ""),
     )
 
 

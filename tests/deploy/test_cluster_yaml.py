@@ -15,6 +15,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from actors.serve_local import SERVE_SETTINGS
 from pipelines.adapt import AdaptConfig, plan, run
 from pipelines.jobkit import main
 from pipelines.jobkit.cli import load_config, parse_arguments
@@ -96,6 +97,7 @@ def test_every_ray_starts_in_the_checkout_with_recipe_storage_threads_and_token(
     assert seen["BLOCKCAST_STORAGE"].startswith("s3://")
     assert seen["OMP_NUM_THREADS"] == "8"
     assert seen["RAY_AUTH_MODE"] == "token"
+    assert SERVE_SETTINGS.items() <= seen.items()
 
 
 @pytest.mark.parametrize("name", RECIPES)

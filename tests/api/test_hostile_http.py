@@ -145,9 +145,7 @@ def test_a_compressed_body_is_a_415_and_a_compressed_answer_is_not_forced_on_any
         assert response.status_code == 200 and "content-encoding" not in response.headers
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1", "/v1/", "/v1/chat", "/v2/models", "/v1/embeddings", "/docs", "/%2e%2e/etc", "//v1"]
-)
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat", "/v2/models", "/v1/embeddings", "/docs", "/%2e%2e/etc"])
 def test_an_unknown_route_is_a_404_in_openai_s_shape(http: httpx.Client, path: str) -> None:
     for method in ("GET", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         error_of(http.request(method, path), 404)

@@ -1,7 +1,8 @@
 """Through HTTP against the engine called directly, and the gateway alone; behind Serve's proxy and behind HAProxy.
 
 streams    the same questions, so many at a time, streamed: tokens/s and TTFT of the engine in this process and of a
-           service with one replica of the same shape, in turns; both must write the same text
+           service with one replica of the same shape, in turns; both must write the same text. Beside TTFT, which is
+           of a sub-block: when the whole first block was there, as streaming by blocks would have it
 gateway    requests/s of the whole path in front of an engine that has nothing to do
 """
 
@@ -100,6 +101,7 @@ class DirectEngine:
     texts: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
     first: list[float] = field(default_factory=list)
+    first_block: list[float] = field(default_factory=list)
 
     def prepare(self, questions: Sequence[Question]) -> None:
         """The questions exactly as the gateway would hand them on."""
@@ -113,21 +115,30 @@ class DirectEngine:
 
     def run(self) -> None:
         """All requests once, `streams` at a time."""
-        self.texts, self.tokens, self.first = {}, 0, []
+        self.texts, self.tokens, self.first, self.first_block = {}, 0, [], []
         waiting = iter(self.requests)
         ended = threading.Semaphore(0)
         begun: dict[str, float] = {}
+        blocks: dict[str, _FirstBlock] = {}
 
         def begin() -> None:
             request = next(waiting, None)
             if request is not None:
                 begun[request.id] = time.monotonic()
+                blocks[request.id] = _FirstBlock(begun[request.id], self._left_of_block(request))
                 self.engine.submit(request, listen)
 
+        def take(request_id: str, tokens: int) -> None:
+            if (seconds := blocks[request_id].take(tokens)) is not None:
+                self.first_block.append(seconds)
+
         def listen(event: Event) -> None:  # on the engine's thread
-            if isinstance(event, Delta) and event.text and event.id in begun:
-                self.first.append(time.monotonic() - begun.pop(event.id))
+            if isinstance(event, Delta):
+                if event.text and event.id in begun:
+                    self.first.append(time.monotonic() - begun.pop(event.id))
+                take(event.id, len(event.token_ids))
             elif isinstance(event, Finished | Failed):
+                take(event.id, self.args.engine.max_length or 2**31)  # a short answer is all there is
                 if isinstance(event, Finished):
                     self.texts[event.id] = event.result.text
                     self.tokens += event.result.completion_tokens
@@ -139,12 +150,30 @@ class DirectEngine:
         for _ in self.requests:
             ended.acquire()
 
+    def _left_of_block(self, request: GenerationRequest) -> int:
+        """Tokens of the answer that its first block has room for, behind the prompt's tail."""
+        adapted = self.engine.decoder.backbone.block_diffusion
+        size = adapted.block_size if adapted else 1
+        return min(size - len(request.prompt_ids) % size, request.max_tokens)
+
     def check(self, questions: Sequence[Question]) -> None:
         """Raises JobError unless the texts are those that came through HTTP."""
         for number, question in enumerate(questions):
             assert question.answer is not None, "it was learned"
             if self.texts.get(str(number)) != question.answer.text:
                 raise JobError(f"serve: the engine and HTTP differ in the answer to question {number}.")
+
+
+@dataclass
+class _FirstBlock:
+    """Waits until `left` tokens are there: the seconds that took, once."""
+
+    begun: float
+    left: int
+
+    def take(self, tokens: int) -> float | None:
+        open_before, self.left = self.left > 0, self.left - tokens
+        return time.monotonic() - self.begun if open_before and self.left <= 0 else None
 
 
 @contextmanager
@@ -184,18 +213,27 @@ def _measure_streams(
     engine.prepare(questions)
     http = HttpStreams(target, questions, config.streams)
     direct_first: list[float] = []
+    first_block: list[float] = []
 
     def direct() -> None:
         engine.run()
         direct_first.extend(engine.first)
+        first_block.extend(engine.first_block)
 
     times = take_turns({ENGINE: direct, proxy: http.run}, config.rounds, title=f"serve: streams, {proxy}")
     engine.check(questions)
     lines = [
-        {**_stream_line(f"{ENGINE}, beside {proxy}", engine.tokens, times, ENGINE), "TTFT p50 s": median(direct_first)},
+        {
+            **_stream_line(f"{ENGINE}, beside {proxy}", engine.tokens, times, ENGINE),
+            "TTFT p50 s": median(direct_first),
+            "first block p50 s": median(first_block),
+        },
         {**_stream_line(proxy, engine.tokens, times, proxy), "TTFT p50 s": Latency.of(http.records).ttft_p50},
     ]
-    return lines, {f"tokens/s through HTTP over the engine, {proxy}": times.ratio(ENGINE, proxy)}
+    return lines, {
+        f"tokens/s through HTTP over the engine, {proxy}": times.ratio(ENGINE, proxy),
+        f"first block over first sub-block, beside {proxy}": median(first_block) / median(direct_first),
+    }
 
 
 def _stream_line(name: str, tokens: int, times: Times, form: str) -> dict[str, Any]:

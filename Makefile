@@ -41,7 +41,7 @@ test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow and not faults" $(ARGS)
 
 test-faults: setup
 	$(BIN)/python -m pytest -m faults --at-length $(ARGS)

@@ -7,7 +7,7 @@ adapted is measured with the mask token that adaptation would choose: that is th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pipelines.chats.pack import plan_rows
 from pipelines.chats.records import Rejected, parse
 from pipelines.chats.rows import IGNORED, Placed, build_rows
 from pipelines.chats.template import ChatEncoder
+from pipelines.jobkit.progress import Progress
 from pipelines.tasks import Task, generate
 
 
@@ -136,7 +137,10 @@ def measure_losses(
     adapted = backbone.block_diffusion
     assert adapted is not None, "make_block_diffusion gives every model its entry"
     rows = source.rows(backbone.tokenizer, adapted)
-    figures = {name: _loss(backbone, adapted, name, rows, seed) for name in ("block_diffusion", "next_token")}
+    objectives = ("block_diffusion", "next_token")
+    title, total = f"assess: held-out loss of {subject.role}", len(objectives) * rows.input_ids.shape[0]
+    with Progress(title, total=total, unit="rows") as progress:
+        figures = {name: _loss(backbone, adapted, name, told(each_row(rows), progress), seed) for name in objectives}
     return {
         "masked": figures["block_diffusion"],
         "next_token": figures["next_token"],
@@ -145,7 +149,14 @@ def measure_losses(
     }
 
 
-def _loss(backbone: Backbone, adapted: BlockDiffusionConfig, name: str, rows: RowBatch, seed: int) -> float:
+def told(rows: Iterable[RowBatch], progress: Progress) -> Iterator[RowBatch]:
+    """The rows, each told when it is done with."""
+    for row in rows:
+        yield row
+        progress.advance()
+
+
+def _loss(backbone: Backbone, adapted: BlockDiffusionConfig, name: str, rows: Iterable[RowBatch], seed: int) -> float:
     objective = make_objective(
         name,
         block_size=adapted.block_size,
@@ -153,4 +164,4 @@ def _loss(backbone: Backbone, adapted: BlockDiffusionConfig, name: str, rows: Ro
         seed=seed,
         layers=backbone.layers,
     )
-    return held_out_loss(backbone.model, objective, each_row(rows))
+    return held_out_loss(backbone.model, objective, rows)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult, SamplingParams

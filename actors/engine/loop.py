@@ -1,7 +1,7 @@
 """The engine loop: receive -> schedule -> forward -> publish. A plain class, no Ray; one thread owns the model.
 
     engine = Engine(backbone, EngineConfig(max_rows=8))
-    results = generate_all(engine, requests)            # in this thread, or:
+    results = together.generate_all(engine, requests)   # in this thread, or:
     engine.start(); engine.submit(request, listener)    # from any thread; the listener runs on the engine's thread
 
 Rows join and leave at block boundaries, each at its own pace; a listener hears `Delta`s, then `Finished` or `Failed`.
@@ -15,13 +15,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from actors.engine.auto_mode import ModeChooser, calibration_rows
 from actors.engine.backlog import Backlog, BacklogMeter, Work
 from actors.engine.calibration import measure_costs, rows_that_fit
-from actors.engine.events import Canvas, Delta, Event, Failed, Finished, Listener
+from actors.engine.events import Canvas, Delta, Failed, Finished, Listener
 from actors.engine.scheduler import Demand, Planner, Queue, plan_round
 from actors.engine.stats import Counters, EngineStats, answer_tokens
 from actors.engine.timeline import Timelines, now_ns
@@ -29,7 +28,6 @@ from model.backbone import Backbone
 from model.decoding import (
     Decoder,
     GenerationRequest,
-    GenerationResult,
     Outcome,
     Phase,
     Row,
@@ -422,41 +420,3 @@ def _canvas(outcome: Outcome) -> Canvas:
         sub_block_size=row.sub_block_size,
         prompt_tokens=row.prompt_length,
     )
-
-
-def generate_all(
-    engine: Engine,
-    requests: Iterable[GenerationRequest],
-    on_result: Callable[[GenerationResult], None] | None = None,
-) -> list[GenerationResult]:
-    """Run all requests and return their results in order; `on_result` hears each as it finishes.
-
-    Drives the engine from this thread, unless its own thread runs. Raises UserError for a request that cannot run and
-    JobError, after the others have finished, when one failed.
-    """
-    results: dict[str, GenerationResult] = {}
-    failures: list[Failed] = []
-    ended = threading.Semaphore(0)
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Finished):
-            results[event.id] = event.result
-            if on_result is not None:
-                on_result(event.result)
-        elif isinstance(event, Failed):
-            failures.append(event)
-        if isinstance(event, Finished | Failed):
-            ended.release()
-
-    order = []
-    for request in requests:
-        engine.submit(request, listen)
-        order.append(request.id)
-    if engine.alive:
-        for _ in order:
-            ended.acquire()
-    else:
-        engine.run_until_idle()
-    if failures:
-        raise JobError(f"Request {failures[0].id!r} failed: {failures[0].message}")
-    return [results[request_id] for request_id in order]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
 from actors.engine.observer import EngineObserver
+from actors.engine.together import generate_all
 from actors.gateway.backend import Served
 from actors.protocol.calls import check_default
 from actors.protocol.card import model_card

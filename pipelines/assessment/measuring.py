@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.answers import answer_of
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from actors.protocol.card import ModelCard, model_card
 from model.backbone import DTYPES, Backbone, load_backbone
 from model.decoding import GenerationRequest

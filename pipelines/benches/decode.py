@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from actors.protocol.card import model_card
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
 from model.config import DecodeConfig, default_sub_block

@@ -10,7 +10,8 @@ import pytest
 from actors.engine.auto_mode import PRIOR_TPF, ModeChooser, RoundCosts, calibration_rows, interpolate
 from actors.engine.calibration import measure_costs
 from actors.engine.events import Event, Finished
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder
 from tests.decoding import answer, make_request, prompt_of

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from actors.engine.events import Canvas, Delta, Event, Failed, Finished
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError

@@ -6,7 +6,8 @@ import pytest
 
 from actors.engine.backlog import UNKNOWN_COST, UNKNOWN_LENGTH
 from actors.engine.events import Event
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from tests.decoding import BLOCK, make_request, prompt_of
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from actors.engine.events import Delta, Event, Failed, Finished
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import UserError

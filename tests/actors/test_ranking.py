@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from actors.serving.ranking import MOST_PAGES, SAME_BACKLOG, SHORT, Candidate, Ledger, PrefixReport, rank
 from actors.serving.routing_stats import prefix_report
 from model.backbone import Backbone

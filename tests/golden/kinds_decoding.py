@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.config import DecodeConfig
 from model.decoding import Decoder, GenerationRequest, Phase, Reveal, Row, Turn
 from tests.golden.kinds import golden_backbone

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PreTra
 
 import model.decoding.packing as packing
 from actors.engine.events import Canvas, Event
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest, Phase, Row, Turn
 from model.errors import UserError

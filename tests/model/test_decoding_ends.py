@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from actors.engine.events import Event, Failed, Finished
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from model.decoding import POLICIES
 from tests.decoding import make_request, prompt_of

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import model.decoding.packing as packing
 from actors.engine.events import Event
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from tests.decoding import (
     BLOCK,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from actors.engine.events import Canvas, Delta, Event, Finished
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import GenerationResult, Reveal
 from model.decoding.sampling import Chosen

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import Backbone, load_backbone
 from model.decoding import Decoder, GenerationRequest, Phase, Turn
 from model.decoding.packing import pack

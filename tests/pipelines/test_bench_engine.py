@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from actors.engine.loop import Engine, EngineConfig, generate_all
+from actors.engine.loop import Engine, EngineConfig
 from actors.engine.scheduler import Demand, Grant
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError

@@ -9,7 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import load_backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest

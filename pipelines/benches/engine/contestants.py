@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.backbone import Backbone
 from model.decoding import GenerationRequest, GenerationResult
 from pipelines.assessment.questions import Question

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
+from actors.engine.together import generate_all
 from model.decoding import GenerationRequest
 from model.errors import JobError
 from pipelines.assessment.contenders import AR

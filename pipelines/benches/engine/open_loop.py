@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from actors.engine.events import Delta, Event, Failed, Finished
-from actors.engine.loop import Engine, generate_all
+from actors.engine.loop import Engine
 from actors.engine.scheduler import Planner
+from actors.engine.together import generate_all
 from model.decoding import GenerationRequest
 from model.errors import JobError
 from pipelines.benches.engine.contestants import share_equal

@@ -303,6 +303,21 @@ class NotAdapted(ScriptedBackend):
         return Served(AR_CARD, DecodeConfig(mode="ar"), created=0)
 
 
+def test_nothing_can_be_asked_before_the_models_are_known(visit: Any) -> None:
+    from playwright.sync_api import expect
+
+    with listening(ScriptedBackend(spelling("fine"))) as address:
+        here, held = visit(address), []
+        write = here.page.get_by_role("button", name="Write", exact=True)
+        here.page.route("**/v1/models", lambda route: held.append(route))
+        here.page.reload()
+        here.until_status("Asking which models are served")
+        expect(write).to_be_disabled()
+        held[0].continue_()
+        expect(write).to_be_enabled()
+        expect(here.page.get_by_role("status")).to_be_empty()
+
+
 def test_a_model_that_was_not_adapted_shows_one_way_and_says_why(visit: Any) -> None:
     with listening(NotAdapted(spelling("fine"))) as address:
         here = visit(address)

@@ -18,10 +18,12 @@ let running = null; // an AbortController
 // ---------------------------------------------------------------------------------------------- the server's models
 async function findModels() {
   problem(null);
+  say("Asking which models are served …");
   try {
     known = await models(byId("key").value.trim());
   } catch (error) {
     known = [];
+    say("");
     if (error.status === 401) {
       byId("key-row").hidden = false;
       byId("key").focus();

@@ -111,14 +111,18 @@ def measure_rounds(
 class RunningRows:
     """`batch` rows that decode blocks of `query` tokens over `cached` prompt tokens; query 1 decodes AR."""
 
-    def __init__(self, backbone: Backbone, query: int, batch: int, config: DecodeBenchConfig) -> None:
-        self._each = config.rounds_each
+    def __init__(
+        self, backbone: Backbone, query: int, batch: int, config: DecodeBenchConfig, *, weights: str = "model"
+    ) -> None:
+        self.each = config.rounds_each
         decided = config.rounds_each * (config.rounds + 1)  # one token a round, the warm-up round included
         length = config.cached + (-(-decided // query) + 2) * query
         adapted = backbone.block_diffusion
         assert adapted is not None, "run_decode makes it one"
         sized = replace(adapted, block_size=query, sub_block_size=default_sub_block(query))
-        self._decoder = Decoder(replace(backbone, block_diffusion=sized), rows=batch, max_length=length)
+        self._decoder = Decoder(
+            replace(backbone, block_diffusion=sized), rows=batch, max_length=length, weights=weights
+        )
         decode = AR if query == 1 else DecodeConfig(policy="sequential")
         prompts = _prompts(backbone, batch, config.cached, config.seed)
         self._rows = [self._admit(f"{i}", ids, length - config.cached, decode) for i, ids in enumerate(prompts)]
@@ -131,8 +135,8 @@ class RunningRows:
         return self._decoder.make_row(request)
 
     def rounds(self) -> None:
-        """`rounds_each` rounds of all rows."""
-        for _ in range(self._each):
+        """`each` rounds of all rows."""
+        for _ in range(self.each):
             self._decoder.step([Turn(row) for row in self._rows])
 
 

@@ -133,6 +133,14 @@ def test_a_round_is_timed_by_its_query_length(content: dict[str, Any]) -> None:
     assert list(lines(content, "forward", 3)) == ["1 token", "4 tokens"]
 
 
+def test_the_bandwidth_floor_is_what_reading_every_product_s_weights_once_takes(content: dict[str, Any]) -> None:
+    found = lines(content, "floor")
+    assert list(found) == ["1 token", "reading the weights"]
+    hidden, inner, vocabulary, key_width, layers = 32, 64, 256 + 11, 16, 2
+    weights = layers * (2 * hidden**2 + 2 * hidden * key_width + 3 * hidden * inner) + vocabulary * hidden
+    assert {line["weights MiB"] for line in found.values()} == {weights * 4 / 2**20}
+
+
 def test_a_random_model_of_a_given_width_answers_in_full_length_and_is_not_judged(
     tiny_model: Path, tmp_path: Path
 ) -> None:

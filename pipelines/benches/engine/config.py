@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from pipelines.benches.result import BenchConfig
 
-PartName = Literal["single", "rivals", "closed", "lockstep", "open", "host", "memory", "forward"]
-ALL_PARTS: tuple[PartName, ...] = ("single", "rivals", "closed", "lockstep", "open", "host", "memory", "forward")
+PartName = Literal["single", "rivals", "closed", "lockstep", "open", "host", "memory", "forward", "floor"]
+ALL_PARTS: tuple[PartName, ...] = get_args(PartName)
 
 
 class EngineBenchConfig(BenchConfig):

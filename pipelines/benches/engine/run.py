@@ -11,6 +11,7 @@ from model.errors import UserError
 from pipelines.benches.decode import DecodeBenchConfig, check_queries, measure_rounds
 from pipelines.benches.engine.closed import measure_closed
 from pipelines.benches.engine.config import EngineBenchConfig
+from pipelines.benches.engine.floor import measure_floor
 from pipelines.benches.engine.footprint import measure_memory
 from pipelines.benches.engine.host import measure_host
 from pipelines.benches.engine.lockstep import measure_lockstep
@@ -48,6 +49,7 @@ PARTS: dict[str, Callable[[Setting], PartResult]] = {
     "host": measure_host,
     "memory": measure_memory,
     "forward": measure_forward,
+    "floor": measure_floor,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ class DirectBackend:
     async def served(self) -> Served:
         return await self.replicas[0].served()
 
-    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
-        async for events in self.replicas[0].generate(request, "direct", traceparent):
+    async def generate(
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None
+    ) -> AsyncGenerator[Event, None]:
+        async for events in self.replicas[0].generate(tuple(requests), "direct", traceparent):
             for event in events:
                 if isinstance(event, Refused):
                     raise UserError(event.message)

@@ -171,7 +171,8 @@ class Engine:
         row = self._rows.get(request.id) or self._waiting_rows.get(request.id)
         if row is None:
             answered = len(request.answered)
-            return Work(len(request.prompt_ids) + answered, answered, request.max_tokens)
+            prompt = 0 if request.follows and self.config.prefix_cache else len(request.prompt_ids)
+            return Work(prompt + answered, answered, request.max_tokens)
         return Work(row.prefill_left, row.frontier - row.prompt_length, request.max_tokens)
 
     # ------------------------------------------------------------------------------------------- engine's side

@@ -1,6 +1,7 @@
 """How many requests a gateway lets in: all together, and of one API key. Who must wait is told for how long.
 
-Running and waiting requests count alike: the engines' queues are theirs, the bound is ours.
+Running and waiting requests count alike: the engines' queues are theirs, the bound is ours. A request that asks for
+several answers counts for as many.
 """
 
 from __future__ import annotations
@@ -31,23 +32,29 @@ class Admission:
     _of_key: Counter[str] = field(default_factory=Counter)
     _left_at: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def enter(self, key: str | None = None) -> None:
-        """Take a slot; key: who asks (a name of the API key, never the key), None without keys. Raises RequestError."""
-        if self.inside >= self.limit:
-            raise self._refusal("The server is full: try again in a moment.")
-        if key is not None and self.per_key is not None and self._of_key[key] >= self.per_key:
-            message = f"This API key has {self.per_key} requests open, as many as it may: wait for one to end."
-            raise self._refusal(message)
-        self.inside += 1
-        if key is not None:
-            self._of_key[key] += 1
+    def check(self, slots: int, key: str | None = None) -> None:
+        """Raises RequestError (400) for more answers at once than there will ever be room for."""
+        most = self.limit if key is None or self.per_key is None else min(self.limit, self.per_key)
+        if slots > most:
+            raise RequestError(f"n {slots} is more than this server gives at once: ask for at most {most}.", param="n")
 
-    def leave(self, key: str | None = None) -> None:
-        """Give the slot back."""
-        self.inside -= 1
-        self._left_at.append(self.clock())
+    def enter(self, key: str | None = None, slots: int = 1) -> None:
+        """Take slots; key: who asks (a name of the API key, never the key), None without keys. Raises RequestError."""
+        if self.inside + slots > self.limit:
+            raise self._refusal("The server is full: try again in a moment.")
+        if key is not None and self.per_key is not None and self._of_key[key] + slots > self.per_key:
+            message = f"This API key may have {self.per_key} requests open, {self._of_key[key]} are: wait for an end."
+            raise self._refusal(message)
+        self.inside += slots
         if key is not None:
-            self._of_key[key] -= 1
+            self._of_key[key] += slots
+
+    def leave(self, key: str | None = None, slots: int = 1) -> None:
+        """Give the slots back."""
+        self.inside -= slots
+        self._left_at.extend([self.clock()] * slots)
+        if key is not None:
+            self._of_key[key] -= slots
             if not self._of_key[key]:
                 del self._of_key[key]
 

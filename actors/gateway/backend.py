@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +28,9 @@ class Served:
 
 
 class Backend(Protocol):
-    """Where requests run. `generate` yields events up to one Finished or Failed; raises UserError or JobError.
+    """Where requests run. `generate` yields events up to one Finished of each of the requests, or one Failed; raises
+    UserError or JobError. They are the choices of one call: the first has its id, and encodes the prompt that all have.
+    `abort` frees them all by that id.
 
     model: one of the further models by name; None is the default one. traceparent: of the request's span, where it is
     traced. retries: runs begun again on another engine.
@@ -39,7 +41,7 @@ class Backend(Protocol):
     async def served(self, model: str | None = None) -> Served: ...
 
     def generate(
-        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None, model: str | None = None
     ) -> AsyncGenerator[Event, None]: ...
 
     async def abort(self, request_id: str) -> None: ...

@@ -25,7 +25,7 @@ from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
 from actors.gateway.record import Observer, RequestRecord
-from actors.gateway.streams import Draw, EventStream, Shape, raise_failure, result_of, stream_events
+from actors.gateway.streams import Choice, Draw, EventStream, Shape, raise_failure, results_of, stream_events
 from actors.protocol.calls import Call, Kind, parse_call, parse_tokenize
 from actors.protocol.fields import RequestError
 from actors.protocol.logprobs import Logprobs, LogprobWriter, Tokens, token_bytes, token_text
@@ -73,6 +73,7 @@ class Gateway:
         try:
             call = await self._parse(fields, kind, served, record.id)
             record.called(call)
+            run.hold(len(call.requests))
             reply = Reply(
                 id=call.request.id,
                 created=int(time.time()),
@@ -81,13 +82,15 @@ class Gateway:
                 kind=kind,
                 include_usage=call.include_usage,
             )
-            shape = self._logprobs_of(call, kind, served)
+            shapes = (self._logprobs_of(kind, served) for _ in call.requests)
+            choices = {r.id: Choice(i, shape) for i, (r, shape) in enumerate(zip(call.requests, shapes, strict=True))}
             events = record.overhear(await run.begin(call, record.traceparent))
             if call.stream:
                 begun = True
-                return EventStream(stream_events(reply, events, shape, self._drawing(served)), run.close)
-            result = await result_of(events)
-            return JSONResponse(reply.whole(result, await shape(result.token_ids, result.logprobs)))
+                return EventStream(stream_events(reply, events, choices, self._drawing(served, reply.id)), run.close)
+            results = await results_of(events, choices)
+            logprobs = [await choices[result.id].shape(result.token_ids, result.logprobs) for result in results]
+            return JSONResponse(reply.whole(results, logprobs))
         finally:
             if not begun:
                 run.close()
@@ -147,8 +150,8 @@ class Gateway:
         )
         return await self._off_loop(parse)
 
-    def _logprobs_of(self, call: Call, kind: Kind, served: Served) -> Shape:
-        """What puts the log-probabilities of this call's tokens into OpenAI's shape, where it asks for them."""
+    def _logprobs_of(self, kind: Kind, served: Served) -> Shape:
+        """What puts the log-probabilities of one answer's tokens into OpenAI's shape, where they are asked for."""
         writer = LogprobWriter(served.card.tokenizer, kind)
 
         async def shape(token_ids: Tokens, logprobs: Logprobs | None) -> dict[str, Any] | None:
@@ -159,21 +162,21 @@ class Gateway:
 
         return shape
 
-    def _drawing(self, served: Served) -> Draw:
+    def _drawing(self, served: Served, answer_id: str) -> Draw:
         """What puts a canvas into words: its tokens' text is the tokenizer's work."""
 
-        def written(event: Canvas) -> dict[str, Any]:
+        def written(index: int, event: Canvas) -> dict[str, Any]:
             tokenizer = served.card.tokenizer
             texts = [token_text(r.token, token_bytes(tokenizer, r.token)) for r in event.reveals]
-            return canvas(event, texts)
+            return canvas(answer_id, index, event, texts)
 
-        async def draw(event: Canvas) -> dict[str, Any]:
-            return await self._off_loop(partial(written, event))
+        async def draw(index: int, event: Canvas) -> dict[str, Any]:
+            return await self._off_loop(partial(written, index, event))
 
         return draw
 
     def abort(self, request_id: str) -> None:
-        """Free the row of a client that left, without waiting for it."""
+        """Free the rows of a client that left, without waiting for it."""
         task = asyncio.get_running_loop().create_task(self.backend.abort(request_id))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
@@ -183,7 +186,8 @@ class Gateway:
 class Run:
     """One admitted request: its events, and its end, whichever way it comes (finished, failed, or the client left).
 
-    seconds, deadline: how long it may take, and the end of that on the event loop's clock.
+    seconds, deadline: how long it may take, and the end of that on the event loop's clock. slots: of the queue, one for
+    each answer it asks for.
     """
 
     gateway: Gateway
@@ -192,12 +196,19 @@ class Run:
     deadline: float
     model: str | None = None
     call: Call | None = None
-    ended: bool = True  # no row is left behind
+    slots: int = 1
+    left: set[str] = field(default_factory=set)  # ids of its answers that have not ended: they may have rows
     closed: bool = False
+
+    def hold(self, slots: int) -> None:
+        """Hold so many slots of the queue. Raises RequestError where they are not free, or can never be."""
+        self.gateway.admission.check(slots, self.key)
+        self.gateway.admission.enter(self.key, slots - self.slots)
+        self.slots = slots
 
     async def begin(self, call: Call, traceparent: str | None = None) -> AsyncIterator[Event]:
         """Wait for the first event; raises what the backend refuses before anything is sent."""
-        self.call, self.ended = call, False
+        self.call, self.left = call, {request.id for request in call.requests}
         events = self._events(call, traceparent)
         first = await anext(events)
         raise_failure(first)
@@ -205,8 +216,8 @@ class Run:
 
     async def _events(self, call: Call, traceparent: str | None) -> AsyncIterator[Event]:
         model = () if self.model is None else (self.model,)
-        async with aclosing(self.gateway.backend.generate(call.request, traceparent, *model)) as events:
-            while not self.ended:
+        async with aclosing(self.gateway.backend.generate(call.requests, traceparent, *model)) as events:
+            while self.left:
                 try:
                     async with asyncio.timeout_at(self.deadline):
                         event = await anext(events)
@@ -216,18 +227,19 @@ class Run:
                     message = f"The answer was not complete after {self.seconds:g} s: ask for fewer tokens."
                     raise RequestError(message, status=504, code="deadline_exceeded") from error
                 except UserError:
-                    self.ended = True
+                    self.left.clear()
                     raise
-                self.ended = isinstance(event, Finished | Failed)
+                if isinstance(event, Finished | Failed):
+                    self.left.discard(event.id)
                 yield event
 
     def close(self) -> None:
-        """Leave the queue; a row that is still running is aborted."""
+        """Leave the queue; rows that are still running are aborted."""
         if self.closed:
             return
         self.closed = True
-        self.gateway.admission.leave(self.key)
-        if self.call is not None and not self.ended:
+        self.gateway.admission.leave(self.key, self.slots)
+        if self.call is not None and self.left:
             self.gateway.abort(self.call.request.id)
 
 

@@ -23,6 +23,7 @@ from actors.gateway.metrics import INTERNAL, KINDS, GatewayMetrics, Outcome, Scr
 from actors.gateway.request_log import RequestLog
 from actors.gateway.streams import EventStream, error_sent, failure_of
 from actors.protocol.calls import Call, Kind
+from actors.protocol.responses import Totals
 from actors.serving.tracing import RequestSpan, Tracer
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
@@ -74,14 +75,15 @@ class RequestRecord:
         self.client_id = client_id(headers.get("x-request-id"))
         self.key: str | None = None  # a name of the API key, never the key
         self.call: Call | None = None
-        self.result: GenerationResult | None = None
+        self.result: Totals | None = None  # of all its answers, once the last has ended
         self.begun = False  # whether a stream's status has been sent
         self.error: str | None = None  # its kind
         self._error_status = 200
         self.message: str | None = None  # of the engine's failure; what a client did wrong may quote the prompt
         self.first_s: float | None = None
         self.timeline: Timeline | None = None  # in the engine that ended it
-        self._last_delta: float | None = None
+        self._results: dict[str, GenerationResult] = {}  # by id, of the answers that have ended
+        self._last_delta: dict[str, float] = {}
         self._began = time.monotonic()
         self._headers = headers
         self._began_ns = now_ns()
@@ -135,21 +137,30 @@ class RequestRecord:
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Delta):
-            self._heard_delta()
+            self._heard_delta(event.id)
         elif isinstance(event, Finished):
-            self.result, self.timeline = event.result, event.timeline
+            self._heard_end(event)
         elif isinstance(event, Failed):
             self.timeline = event.timeline
             self.fail(failure_of(event))
 
-    def _heard_delta(self) -> None:
+    def _heard_delta(self, answer: str) -> None:
         now = self.seconds
-        if self._last_delta is None:
+        if self.first_s is None:
             self.first_s = now
             self._observer.metrics.first_token(now)
-        else:
-            self._observer.metrics.gap(now - self._last_delta)
-        self._last_delta = now
+        if answer in self._last_delta:
+            self._observer.metrics.gap(now - self._last_delta[answer])
+        self._last_delta[answer] = now
+
+    def _heard_end(self, event: Finished) -> None:
+        """The first answer's times stand for all: the others wait for it to read the prompt."""
+        self._results[event.id] = event.result
+        if event.id == self.id:
+            self.timeline = event.timeline
+        ids = [request.id for request in self.call.requests] if self.call else [event.id]
+        if len(self._results) == len(ids):
+            self.result = Totals.of([self._results[id_] for id_ in ids])
 
     def fail(self, error: BaseException) -> None:
         """The request ends with this error; the first one counts. Nobody failed where the client left."""

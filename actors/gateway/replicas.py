@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine.events import Event, Failed
+from actors.engine.events import Event, Failed, Finished
 from actors.gateway.asking import ask_all
 from actors.gateway.backend import Served, Unavailable
 from actors.gateway.exposition import Scrape
@@ -51,7 +51,7 @@ class ReplicaBackend:
         self._handle = handle
         self._served: dict[str | None, Served] = {}
         self._name = uuid.uuid4().hex
-        self._wanted: dict[str, str] = {}  # request id -> id of its present run
+        self._wanted: dict[str, str] = {}  # request id -> id of its present run, until it has ended
         self._renewing: asyncio.Task[None] | None = None
         self._sleeps = sleeps
         self._proven = False
@@ -64,41 +64,44 @@ class ReplicaBackend:
         return self._served[model]
 
     async def generate(
-        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None, model: str | None = None
     ) -> AsyncGenerator[Event, None]:
-        """Events as if one engine had run the request from beginning to end, whichever engines did."""
-        replay = Replay(request.id)
+        """Events as if one engine had run the requests from beginning to end, whichever engines did."""
+        left = {request.id: (request, Replay(request.id)) for request in requests}
         served = self._served.get(model)
         revision = None if served is None else served.card.revision
         try:
             for attempt in range(len(RETRY_PAUSES_S) + 1):
-                run = _again(request, attempt, replay) if attempt else request
-                self._wanted[request.id] = run.id
+                runs = _runs(left.values(), attempt)
+                self._wanted |= {id_: run.id for id_, run in zip(left, runs, strict=True)}
                 self._keep_leases()
-                replay.begin()
+                replays = {run.id: replay for run, (_, replay) in zip(runs, left.values(), strict=True)}
                 try:
-                    async with aclosing(self._run(run, traceparent, model, revision)) as events:
+                    async with aclosing(self._run(runs, traceparent, model, revision)) as events:
                         async for event in events:
-                            passed = replay.pass_on(event)
+                            passed = replays[event.id].pass_on(event)
                             if passed is not None:
+                                if isinstance(passed, Finished):
+                                    del left[passed.id], self._wanted[passed.id]
                                 yield passed
                     return
                 except _EngineGone as gone:
                     self._served.pop(model, None)  # a new deployment may have other weights
-                    log.warning(f"{run.id} lost its engine ({gone}): run {attempt + 1} begins")
+                    log.warning(f"{runs[0].id} lost its engine ({gone}): run {attempt + 1} begins")
                     if attempt == len(RETRY_PAUSES_S):
                         raise Unavailable(GONE) from gone
                     self.retries += 1
                     await asyncio.sleep(RETRY_PAUSES_S[attempt])
         finally:
-            self._wanted.pop(request.id, None)
+            for request_id in left:
+                self._wanted.pop(request_id, None)
 
     async def _run(
-        self, run: GenerationRequest, traceparent: str | None, model: str | None, revision: str | None
+        self, runs: tuple[GenerationRequest, ...], traceparent: str | None, model: str | None, revision: str | None
     ) -> AsyncGenerator[Event, None]:
-        """One run on one engine. Raises _EngineGone where another one may still answer."""
+        """One run of each request, all on one engine. Raises _EngineGone where another one may still answer."""
         handle: Any = self._handle.options(stream=True, method_name="generate", multiplexed_model_id=model or "")
-        responses = handle.remote(run, self._name, traceparent, this_actor(), model, revision)
+        responses = handle.remote(runs, self._name, traceparent, this_actor(), model, revision)
         try:
             async for events in responses:
                 for event in events:
@@ -148,6 +151,16 @@ class ReplicaBackend:
             raise JobError("The engine replica failed: see its log.") from error
         except (RayError, RayServeException) as error:
             raise Unavailable("No engine replica answers: try again in a moment.") from error
+
+
+def _runs(left: Iterable[tuple[GenerationRequest, Replay]], attempt: int) -> tuple[GenerationRequest, ...]:
+    """A run of every request that has not ended; the first of them encodes the prompt for the others."""
+    runs: list[GenerationRequest] = []
+    for request, replay in left:
+        replay.begin()
+        run = _again(request, attempt, replay) if attempt else request
+        runs.append(replace(run, follows=runs[0].id if runs else None))
+    return tuple(runs)
 
 
 def _again(request: GenerationRequest, attempt: int, replay: Replay) -> GenerationRequest:

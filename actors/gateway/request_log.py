@@ -42,6 +42,7 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
         "model": call.model if call else None,
         "user": call.user if call else None,
         "stream": call.stream if call else None,
+        "choices": len(call.requests) if call else None,
         "status": record.status,
         "outcome": record.outcome,
         "error": record.error,

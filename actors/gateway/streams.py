@@ -1,8 +1,9 @@
-"""Events of the engine as server-sent events, or as the one result of a request that does not stream."""
+"""Events of the engine as server-sent events, or as the results of a request that does not stream."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -16,8 +17,19 @@ from actors.protocol.responses import DONE, Reply, error_body, sse
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
 
-Draw = Callable[[Canvas], Awaitable[dict[str, Any]]]
+Draw = Callable[[int, Canvas], Awaitable[dict[str, Any]]]
 Shape = Callable[[Tokens, Logprobs | None], Awaitable[dict[str, Any] | None]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the answers that a request asks for. index: from 0; shape: of its log-probabilities, piece by piece."""
+
+    index: int
+    shape: Shape
+
+
+Choices = Mapping[str, Choice]  # by the id that its events carry, in the order of their indices
 
 
 class EventStream(StreamingResponse):
@@ -39,28 +51,41 @@ class EventStream(StreamingResponse):
                 close()
 
 
-async def stream_events(reply: Reply, events: AsyncIterator[Event], shape: Shape, draw: Draw) -> AsyncIterator[str]:
+async def stream_events(reply: Reply, events: AsyncIterator[Event], choices: Choices, draw: Draw) -> AsyncIterator[str]:
     """The events as SSE text. What fails after the status was sent becomes an error event, and no [DONE] follows it."""
+    ended: dict[int, GenerationResult] = {}
     try:
-        for chunk in reply.opening():
+        for chunk in reply.opening(len(choices)):
             yield sse(chunk)
         async for event in events:
             raise_failure(event)
+            choice = choices[event.id]
             if isinstance(event, Delta) and (event.text or event.logprobs):
-                yield sse(reply.delta(event.text, await shape(event.token_ids, event.logprobs)))
+                logprobs = await choice.shape(event.token_ids, event.logprobs)
+                yield sse(reply.delta(choice.index, event.text, logprobs))
             elif isinstance(event, Canvas):
-                yield sse(await draw(event), event="canvas")
+                yield sse(await draw(choice.index, event), event="canvas")
             elif isinstance(event, Finished):
-                yield "".join(sse(chunk) for chunk in reply.closing(event.result)) + DONE
+                ended[choice.index] = event.result
+                last = [reply.closing(choice.index, event.result)]
+                if len(ended) < len(choices):
+                    yield sse(last[0])
+                else:
+                    last += reply.tail([ended[index] for index in sorted(ended)])
+                    yield "".join(map(sse, last)) + DONE
     except (UserError, JobError) as error:
         yield sse(error_sent(error)[1])
 
 
-async def result_of(events: AsyncIterator[Event]) -> GenerationResult:
+async def results_of(events: AsyncIterator[Event], choices: Choices) -> list[GenerationResult]:
+    """The result of every choice, in their order."""
+    ended: dict[str, GenerationResult] = {}
     async for event in events:
         raise_failure(event)
         if isinstance(event, Finished):
-            return event.result
+            ended[event.id] = event.result
+            if len(ended) == len(choices):
+                return [ended[request_id] for request_id in choices]
     raise JobError("The engine ended this request without an answer: send it again.")
 
 

@@ -46,19 +46,28 @@ SAMPLING_FIELDS = (
 )
 NOT_ADAPTED = 'the model was not adapted to write blocks (no "block_diffusion" in its config.json)'
 JOB_FIELDS = ("model", "stream", "stream_options")
+ONE_ANSWER = "n belongs to a request over HTTP, a line of prompts has one answer: write it as several lines."
 
 Kind = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A validated request: what the engine runs, and how the answer is to be sent."""
+    """A validated request: what the engine runs, and how the answer is to be sent.
 
-    request: GenerationRequest
+    requests: one for each of its choices, in their order; the first has the call's own id, all have its prompt.
+    """
+
+    requests: tuple[GenerationRequest, ...]
     model: str | None
     stream: bool
     include_usage: bool
     user: str | None
+
+    @property
+    def request(self) -> GenerationRequest:
+        """Of the first choice; the only one, unless the client asked for more."""
+        return self.requests[0]
 
 
 # ------------------------------------------------------------------------------------------------- validation
@@ -78,6 +87,8 @@ def parse_call(
     """
     rules = CHAT_FIELDS if kind == "chat" else COMPLETION_FIELDS
     parsed = _validate(ChatFields if kind == "chat" else CompletionFields, check_fields(fields, rules))
+    if fields.get("best_of") is not None and parsed.n not in (None, 1):
+        raise RequestError(f"best_of is not supported with n {parsed.n}: leave it out.", param="best_of")
     if parsed.stream_options is not None and not parsed.stream:
         raise RequestError("stream_options may only be sent with stream: true.", param="stream_options")
     trace = bool(parsed.diffusion and parsed.diffusion.trace)
@@ -100,12 +111,30 @@ def parse_call(
     options = parsed.stream_options
     identifier = parsed.safety_identifier if isinstance(parsed, ChatFields) else None
     return Call(
-        request=request,
+        requests=choices_of(request, parsed.n or 1),
         model=parsed.model,
         stream=bool(parsed.stream),
         include_usage=bool(options and options.include_usage),
         user=parsed.user or identifier,
     )
+
+
+def choices_of(request: GenerationRequest, count: int) -> tuple[GenerationRequest, ...]:
+    """So many requests for answers to one prompt, which the first encodes for all of them.
+
+    The first is the request itself: with its seed it gives what it gives alone. The others' seeds derive from its seed
+    and their index (`derived_seed(seed, "1")`, ...), so that a call with a seed can be repeated too.
+    """
+    others = (
+        replace(
+            request,
+            id=f"{request.id}.{index}",
+            follows=request.id,
+            sampling=replace(request.sampling, seed=derived_seed(request.sampling.seed, str(index))),
+        )
+        for index in range(1, count)
+    )
+    return (request, *others)
 
 
 def parse_tokenize(fields: Mapping[str, Any], card: ModelCard) -> tuple[int, ...]:
@@ -145,6 +174,8 @@ def generation_request(
     call = parse_call(
         fields, kind=kind, card=card, decode=default_decode, request_id=request_id, default_seed=default_seed
     )
+    if len(call.requests) > 1:
+        raise RequestError(ONE_ANSWER, param="n")
     return call.request
 
 

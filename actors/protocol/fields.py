@@ -89,7 +89,7 @@ _SHARED: dict[str, FieldRule] = {
     "stream_options": honoured("only when streaming; `include_usage` honoured, `include_obfuscation` only false"),
     "user": honoured("written to the request log"),
     "diffusion": honoured("how blocks are opened, see below; not OpenAI's"),
-    "n": refused("one answer a request", 1),
+    "n": honoured("1 to 16 answers to one prompt, each with an `index` and a seed of its own, see below"),
 }
 
 CHAT_FIELDS: dict[str, FieldRule] = {
@@ -126,7 +126,7 @@ COMPLETION_FIELDS: dict[str, FieldRule] = {
     "prompt": honoured("one string, or one list of token ids; a list of several prompts is a 400"),
     **_SHARED,
     "max_tokens": honoured("at least 1; exact; prompt and answer must fit the context; absent: 16"),
-    "best_of": refused("one answer a request", 1),
+    "best_of": refused("every answer is returned", 1),
     "echo": refused("the prompt is not repeated", False),
     "logprobs": honoured("0 to 20: the log-probability of every token and of so many most likely ones, see below"),
     "suffix": refused("no text after the answer", ""),

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from model.decoding.requests import BIAS_BOUND, PENALTY_BOUND, SEED_BOUND, TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 4
+MAX_CHOICES = 16  # answers of one request
 
 
 def _utf8(text: str) -> str:
@@ -106,6 +107,7 @@ Text = Annotated[str, AfterValidator(_utf8)]
 Whole = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seed = Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND), BeforeValidator(_whole)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), BeforeValidator(_whole)]
 TopCount = Annotated[int, Field(ge=0, le=TOP_LOGPROBS), BeforeValidator(_whole)]
 
 
@@ -164,6 +166,7 @@ class CallFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
+    n: Choices | None = None
     diffusion: DiffusionOptions | None = None
 
 

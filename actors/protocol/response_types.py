@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from actors.protocol.request_types import MAX_CHOICES
+
+Index = Annotated[int, Field(ge=0, lt=MAX_CHOICES)]  # of a choice, from 0
 
 
 class Exact(BaseModel):
@@ -93,9 +97,12 @@ class Forwards(Exact):
 
 
 class DiffusionFigures(Exact):
-    """How the answer came about. tokens_per_forward: completion tokens over denoise and commit forwards."""
+    """How the answer came about. tokens_per_forward: completion tokens over denoise and commit forwards.
 
-    mode: Literal["diffusion", "ar"]
+    Of several choices at once: their sums; mode "mixed" where they differ.
+    """
+
+    mode: Literal["diffusion", "ar", "mixed"]
     forwards: Forwards
     tokens_per_forward: float
     steps_per_block: list[int]
@@ -133,18 +140,22 @@ class AnswerMessage(Exact):
     refusal: None
 
 
-class ChatChoice(Exact):
-    index: Literal[0]
+class Choice(Exact):
+    """One answer. diffusion: its own figures, where the request asked for several."""
+
+    index: Index
+    finish_reason: Literal["stop", "length"]
+    diffusion: DiffusionFigures | None = None
+
+
+class ChatChoice(Choice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
 
 
-class CompletionChoice(Exact):
-    index: Literal[0]
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
 
 
 class Answer(Exact):
@@ -160,12 +171,12 @@ class Answer(Exact):
 
 class ChatAnswer(Answer):
     object: Literal["chat.completion"]
-    choices: list[ChatChoice] = Field(min_length=1, max_length=1)
+    choices: list[ChatChoice] = Field(min_length=1, max_length=MAX_CHOICES)
 
 
 class CompletionAnswer(Answer):
     object: Literal["text_completion"]
-    choices: list[CompletionChoice] = Field(min_length=1, max_length=1)
+    choices: list[CompletionChoice] = Field(min_length=1, max_length=MAX_CHOICES)
 
 
 class ChatDelta(Exact):
@@ -176,14 +187,14 @@ class ChatDelta(Exact):
 
 
 class ChatChunkChoice(Exact):
-    index: Literal[0]
+    index: Index
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 
 class CompletionChunkChoice(Exact):
-    index: Literal[0]
+    index: Index
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
@@ -227,6 +238,7 @@ class CanvasEvent(Exact):
     """With `diffusion.trace`, as `event: canvas`: what one forward decided. Sizes in tokens."""
 
     id: str
+    index: Index
     prompt_tokens: int
     block_size: int
     sub_block_size: int

@@ -13,10 +13,48 @@ from model.decoding import GenerationResult
 
 ERROR_TYPES = {429: "rate_limit_error"}
 OBJECTS = {"chat": ("chat.completion", "chat.completion.chunk"), "completion": ("text_completion", "text_completion")}
+MIXED = "mixed"
 DONE = "data: [DONE]\n\n"
 
 
-def diffusion_figures(result: GenerationResult) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Totals:
+    """What all answers of one request come to; of a single one, its own figures.
+
+    cached_tokens: of the prompt, which counts once, as the first answer found it. mode: "mixed" where "auto" chose one
+    for some and another for others. steps_per_block: of one answer after another.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    mode: str
+    forwards: dict[str, int]
+    steps_per_block: list[int]
+    finish_reason: str
+
+    @staticmethod
+    def of(results: Sequence[GenerationResult]) -> Totals:
+        """results: of each choice, in their order; one at least."""
+        first, modes = results[0], {result.mode for result in results}
+        reasons = {result.finish_reason for result in results}
+        return Totals(
+            prompt_tokens=first.prompt_tokens,
+            completion_tokens=sum(result.completion_tokens for result in results),
+            cached_tokens=first.cached_tokens,
+            mode=modes.pop() if len(modes) == 1 else MIXED,
+            forwards={phase: sum(result.forwards[phase] for result in results) for phase in first.forwards},
+            steps_per_block=[steps for result in results for steps in result.steps_per_block],
+            finish_reason="stop" if reasons == {"stop"} else "length",
+        )
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Completion tokens per denoise or commit forward, as of one answer."""
+        return self.completion_tokens / max(1, self.forwards["denoise"] + self.forwards["commit"])
+
+
+def diffusion_figures(result: GenerationResult | Totals) -> dict[str, Any]:
     """How the answer came about: the forwards its row took part in, and the denoising steps of each block."""
     return {
         "mode": result.mode,
@@ -26,7 +64,7 @@ def diffusion_figures(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def usage(result: GenerationResult) -> dict[str, Any]:
+def usage(result: Totals) -> dict[str, Any]:
     """Tokens; the stop token counts."""
     return {
         "prompt_tokens": result.prompt_tokens,
@@ -47,29 +85,40 @@ class Reply:
     kind: Kind
     include_usage: bool = False
 
-    def whole(self, result: GenerationResult, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of a request that does not stream. logprobs: as `LogprobWriter` shapes them."""
+    def whole(self, results: Sequence[GenerationResult], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """The answer of a request that does not stream: its choices, in their order. logprobs: of each, as
+        `LogprobWriter` shapes them."""
+        both = zip(results, logprobs, strict=True)
+        choices = [self._choice(index, result, shaped) for index, (result, shaped) in enumerate(both)]
+        if len(choices) > 1:
+            choices = [{**c, "diffusion": diffusion_figures(r)} for c, r in zip(choices, results, strict=True)]
+        totals = Totals.of(results)
+        return {**self._head(0), "choices": choices, "usage": usage(totals), "diffusion": diffusion_figures(totals)}
+
+    def _choice(self, index: int, result: GenerationResult, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
         else:
             content = {"text": result.text}
-        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
-        return {**self._head(0), "choices": [choice], "usage": usage(result), "diffusion": diffusion_figures(result)}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """A chat's stream begins with the role; a completion's with its first text."""
-        return [self._chunk({"role": "assistant", "content": ""})] if self.kind == "chat" else []
+    def opening(self, choices: int = 1) -> list[dict[str, Any]]:
+        """A chat's stream begins with the role of every choice; a completion's with its first text."""
+        begun = {"role": "assistant", "content": ""}
+        return [self._chunk(index, begun) for index in range(choices)] if self.kind == "chat" else []
 
-    def delta(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A piece of final text; with log-probabilities, those of the tokens that became final with it."""
-        return self._chunk({"content": text} if self.kind == "chat" else text, logprobs=logprobs)
+    def delta(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A piece of a choice's final text; with log-probabilities, of the tokens that became final with it."""
+        return self._chunk(index, {"content": text} if self.kind == "chat" else text, logprobs=logprobs)
 
-    def closing(self, result: GenerationResult) -> list[dict[str, Any]]:
-        """The chunk with finish_reason and `diffusion`, then the usage where it was asked for."""
-        last = self._chunk({} if self.kind == "chat" else "", result.finish_reason)
-        last["diffusion"] = diffusion_figures(result)
-        tail = {**self._head(1), "choices": [], "usage": usage(result)}
-        return [last, tail] if self.include_usage else [last]
+    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        """The last chunk of a choice, with its finish_reason and its `diffusion`."""
+        last = self._chunk(index, {} if self.kind == "chat" else "", result.finish_reason)
+        return {**last, "diffusion": diffusion_figures(result)}
+
+    def tail(self, results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
+        """What follows the last choice: the usage of all, where it was asked for."""
+        return [{**self._head(1), "choices": [], "usage": usage(Totals.of(results))}] if self.include_usage else []
 
     def _head(self, streamed: int) -> dict[str, Any]:
         return {
@@ -81,10 +130,10 @@ class Reply:
         }
 
     def _chunk(
-        self, content: Any, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self, index: int, content: Any, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         key = "delta" if self.kind == "chat" else "text"
-        choice = {"index": 0, key: content, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, key: content, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = {**self._head(1), "choices": [choice]}
         return {**chunk, "usage": None} if self.include_usage else chunk
 
@@ -95,8 +144,9 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def canvas(event: Canvas, texts: Sequence[str]) -> dict[str, Any]:
-    """What one forward decided; positions count from the prompt's first token and may come in any order.
+def canvas(answer_id: str, index: int, event: Canvas, texts: Sequence[str]) -> dict[str, Any]:
+    """What one forward decided of the choice `index`; positions count from the prompt's first token and may come in any
+    order.
 
     texts: each revealed token as a person reads it (`actors.protocol.logprobs.token_text`).
     """
@@ -105,7 +155,8 @@ def canvas(event: Canvas, texts: Sequence[str]) -> dict[str, Any]:
         for r, text in zip(event.reveals, texts, strict=True)
     ]
     return {
-        "id": event.id,
+        "id": answer_id,
+        "index": index,
         "prompt_tokens": event.prompt_tokens,
         "block_size": event.block_size,
         "sub_block_size": event.sub_block_size,

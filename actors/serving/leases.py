@@ -57,5 +57,6 @@ class Leases:
         return lease is None or now - self._heard_at.get(lease.gateway, lease.opened_at) > LEASE_S
 
     def family(self, request_id: str) -> list[str]:
-        """The open runs of a request: itself, and those that were begun again (`id~1`, ...)."""
-        return [id_ for id_ in self._leases if id_ == request_id or id_.startswith(f"{request_id}~")]
+        """The open runs of a call: of its request, of other choices (`id.1`), and begun again (`id~1`, `id.1~1`)."""
+        begins = (f"{request_id}~", f"{request_id}.")
+        return [id_ for id_ in self._leases if id_ == request_id or id_.startswith(begins)]

@@ -86,9 +86,9 @@ class PrefixReport:
         salts = [self.salts[mode]] if mode in self.salts else list(self.salts.values())
         return [[key[:SHORT] for key in chain_keys(salt, tokens, self.page_size)] for salt in salts]
 
-    def cost(self, uncached: int, max_tokens: int) -> float:
-        """Query tokens that a request brings, of whose prompt `uncached` tokens must be encoded."""
-        return uncached + min(self.answer_length, max_tokens) * self.token_cost
+    def cost(self, uncached: int, max_tokens: int, answers: int = 1) -> float:
+        """Query tokens that a call for `answers` to one prompt brings, of which `uncached` tokens must be encoded."""
+        return uncached + answers * min(self.answer_length, max_tokens) * self.token_cost
 
 
 # ------------------------------------------------------------------------------------------------- the ledger

@@ -1,14 +1,15 @@
 """An engine replica: one model, one engine thread, behind plain async methods that Serve calls.
 
-Ready only when its engine has really generated a token. A request is one streaming call of `generate`, which ends by
-itself when the engine stands still or when nobody wants the answer any more; leaving it early aborts the row.
+Ready only when its engine has really generated a token. A request, with all the answers it asks for, is one streaming
+call of `generate`, which ends by itself when the engine stands still or when nobody wants the answers any more; leaving
+it early aborts the rows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from ray.actor import ActorHandle
 
 from actors.engine.backlog import BACKLOG
-from actors.engine.events import Event, Failed, Finished
+from actors.engine.events import Event, Failed, Finished, Listener
 from actors.engine.stats import EngineStats
 from actors.gateway.backend import Served
 from actors.gateway.exposition import Told, joined
@@ -57,32 +58,33 @@ class EngineReplica:
 
     async def generate(
         self,
-        request: GenerationRequest,
+        requests: tuple[GenerationRequest, ...],
         gateway: str,
         traceparent: str | None = None,
         asker: ActorHandle | None = None,
         model: str | None = None,
         revision: str | None = None,
     ) -> AsyncIterator[Events]:
-        """The request's events as they come, several together when they came together; leaving early aborts the row.
+        """The requests' events as they come, several together when they came together; leaving early aborts the rows.
 
-        gateway: who asks, and renews its lease on the request; asker: the actor it lives in, asked when it falls
+        requests: the choices of one call, one prompt; the last event is a Failed, or the Finished of the last of them.
+        gateway: who asks, and renews its leases on the requests; asker: the actor it lives in, asked when it falls
         silent: renewals do not reach a replica that is being drained. model: None is the default one; revision: the
         weights that the gateway knows: while a deployment is replaced there may be others under the same name.
         traceparent: of its span, where it is traced.
         """
         async with self._shelf.using(model) as loaded:
             if revision not in (None, loaded.served.card.revision):
-                yield [Failed(request.id, "This replica has another version of the model.", elsewhere=True)]
+                yield [Failed(requests[0].id, "This replica has another version of the model.", elsewhere=True)]
                 return
-            async with aclosing(self._run(loaded, request, gateway, traceparent, asker)) as events:
+            async with aclosing(self._run(loaded, requests, gateway, traceparent, asker)) as events:
                 async for several in events:
                     yield several
 
     async def _run(
         self,
         loaded: LoadedModel,
-        request: GenerationRequest,
+        requests: tuple[GenerationRequest, ...],
         gateway: str,
         traceparent: str | None,
         asker: ActorHandle | None,
@@ -93,31 +95,54 @@ class EngineReplica:
         def listen(event: Event) -> None:  # on the engine's thread
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
+        left: list[str] = []
         try:
-            loaded.engine.submit(request, listen)
-        except UserError as error:
-            yield [Refused(str(error))]
-            return
-        except JobError as error:
-            yield [Failed(request.id, str(error), elsewhere=True)]
-            return
-        self._leases.open(request.id, gateway, time.monotonic())
-        ended = False
-        try:
-            while not ended:
-                events = await self._next(loaded, queue, request.id, asker)
-                ended = isinstance(events[-1], Finished | Failed)
-                loaded.observer.hear(events[-1], traceparent)
+            refusal = self._submit(loaded, requests, listen, gateway, left)
+            if refusal is not None:
+                yield [refusal]
+                return
+            while left:
+                events = await self._next(loaded, queue, left, asker)
+                for event in events:
+                    loaded.observer.hear(event, traceparent)
+                    if isinstance(event, Finished):
+                        self._leases.close(event.id)
+                        left.remove(event.id)
                 yield events
+                if isinstance(events[-1], Failed):
+                    return
         finally:
-            self._leases.close(request.id)
-            if not (ended and isinstance(events[-1], Finished)):
-                loaded.engine.abort(request.id)
+            for request_id in left:
+                self._leases.close(request_id)
+                loaded.engine.abort(request_id)
+
+    def _submit(
+        self,
+        loaded: LoadedModel,
+        requests: Sequence[GenerationRequest],
+        listen: Listener,
+        gateway: str,
+        left: list[str],
+    ) -> Refused | Failed | None:
+        """Queue the requests; what was queued is in `left`. Returns what stops the call, if anything does."""
+        for request in requests:
+            try:
+                loaded.engine.submit(request, listen)
+            except UserError as error:
+                return Refused(str(error))
+            except JobError as error:
+                return Failed(request.id, str(error), elsewhere=True)
+            self._leases.open(request.id, gateway, time.monotonic())
+            left.append(request.id)
+        return None
 
     async def _next(
-        self, loaded: LoadedModel, queue: asyncio.Queue[Event], request_id: str, asker: ActorHandle | None
+        self, loaded: LoadedModel, queue: asyncio.Queue[Event], left: Sequence[str], asker: ActorHandle | None
     ) -> Events:
-        """The next events, or the failure of an engine that stands still, or of a request that nobody wants."""
+        """The next events, up to a failure: of an answer, of an engine that stands still, of a call nobody wants.
+
+        left: ids of the call's requests that have not ended.
+        """
         getting = asyncio.ensure_future(queue.get())
         try:
             while not getting.done():
@@ -127,13 +152,14 @@ class EngineReplica:
                     try:
                         loaded.check(now)
                     except JobError as error:
-                        return [Failed(request_id, str(error), elsewhere=True)]
-                if self._leases.expired(request_id, now) and not await self._asker_lives(request_id, asker):
-                    return [Failed(request_id, "The gateway that asked is gone.", elsewhere=True)]
+                        return [Failed(left[0], str(error), elsewhere=True)]
+                for request_id in left:
+                    if self._leases.expired(request_id, now) and not await self._asker_lives(request_id, asker):
+                        return [Failed(request_id, "The gateway that asked is gone.", elsewhere=True)]
         finally:
             getting.cancel()
         events: Events = [getting.result()]
-        while not queue.empty():
+        while not (queue.empty() or isinstance(events[-1], Failed)):
             events.append(queue.get_nowait())
         return events
 

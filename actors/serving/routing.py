@@ -8,6 +8,7 @@ controller still lists it.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.config import RequestRouterConfig
@@ -64,18 +65,18 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
             loaded = self.apply_multiplex_routing(pending_request)
             allowed = {name: replica for name, replica in allowed.items() if name in loaded}
         pending_request.routing_context.should_backoff = True
-        request = request_of(pending_request)
+        requests = requests_of(pending_request)
         shuffled = random.sample(list(allowed.items()), len(allowed))  # or the first would get all that is equal
-        candidates = [self._candidate(name, replica, model, request) for name, replica in shuffled]
+        candidates = [self._candidate(name, replica, model, requests) for name, replica in shuffled]
         return [[allowed[name] for name in group] for group in rank(candidates, self._most_extra)]  # type: ignore[index]
 
     def _candidate(
-        self, name: ReplicaID, replica: RunningReplica, model: str, request: GenerationRequest | None
+        self, name: ReplicaID, replica: RunningReplica, model: str, requests: Sequence[GenerationRequest]
     ) -> Candidate:
         report = self._report(name, replica, model)
         if report is None:
             return Candidate(name, 0, self._ledger.unreported(name, 0.0))
-        cached = self._cached(name, report, request) if request is not None else 0
+        cached = self._cached(name, report, requests[0]) if requests else 0
         return Candidate(name, cached, report.backlog + self._ledger.unreported(name, report.at))
 
     def _cached(self, name: ReplicaID, report: PrefixReport, request: GenerationRequest) -> int:
@@ -95,16 +96,17 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
     # ------------------------------------------------------------------------------------------- what Serve tells
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken the request."""
-        request = request_of(pending_request)
+        requests = requests_of(pending_request)
         replica = self._replicas.get(replica_id)
-        if request is None or replica is None:
+        if not requests or replica is None:
             return
+        request = requests[0]
         report = self._report(replica_id, replica, pending_request.metadata.multiplexed_model_id)
         if report is None:
             return
         chains = report.chains(request.prompt_ids, request.decode.mode)
         uncached = len(request.prompt_ids) - self._cached(replica_id, report, request)
-        load = report.cost(uncached, request.max_tokens)
+        load = report.cost(uncached, request.max_tokens, len(requests))
         self._ledger.record(replica_id, pending_request.metadata.internal_request_id, chains, load)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -136,6 +138,7 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
                 return
 
 
-def request_of(pending: PendingRequest) -> GenerationRequest | None:
-    """The request to generate that a call carries, if it does."""
-    return next((arg for arg in (*pending.args, *pending.kwargs.values()) if isinstance(arg, GenerationRequest)), None)
+def requests_of(pending: PendingRequest) -> tuple[GenerationRequest, ...]:
+    """The requests to generate that a call carries, which have one prompt; none in a call of another method."""
+    tuples = (arg for arg in (*pending.args, *pending.kwargs.values()) if isinstance(arg, tuple) and arg)
+    return next((requests for requests in tuples if isinstance(requests[0], GenerationRequest)), ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,10 +32,10 @@ class RecordingBackend(ScriptedBackend):
         self.prompts: list[str] = []
 
     async def generate(
-        self, request: GenerationRequest, traceparent: str | None = None
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None
     ) -> AsyncGenerator[EngineEvent, None]:
-        self.prompts.append(str(tiny_tokenizer().decode(request.prompt_ids)))
-        async for event in super().generate(request, traceparent):
+        self.prompts.append(str(tiny_tokenizer().decode(requests[0].prompt_ids)))
+        async for event in super().generate(requests, traceparent):
             yield event
 
 

@@ -76,7 +76,7 @@ VALUES: list[tuple[str, Any]] = [
     ),
     *(("diffusion", {"refresh": v}) for v in (None, "always", "sub_block", "every:2", "every:0", "never", "every:-1")),
     *(("diffusion", {"fused": v}) for v in (None, "off", "on", True)),
-    *(("n", v) for v in (None, 1, 2, 0, True, "1")),
+    *(("n", v) for v in (None, 1, 2, 2.0, 16, 17, 0, True, "1")),
     ("temprature", 1),
 ]
 MESSAGES: list[Any] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,13 @@ RESULT = GenerationResult(
 GOOD: list[Event | Exception] = [Delta("x", (5,), "a"), Delta("x", (6, 2), "b"), Finished(RESULT)]
 
 
+def addressed(event: Event, request_id: str) -> Event:
+    """The event with another id."""
+    if isinstance(event, Finished):
+        return replace(event, result=replace(event.result, id=request_id))
+    return replace(event, id=request_id)
+
+
 class ScriptedBackend:
     """Sends a script's events, raises its exceptions, and never ends where the script says "wait"."""
 
@@ -44,19 +51,24 @@ class ScriptedBackend:
         self.script, self.is_ready = script, ready
         self.aborted: list[str] = []
         self.running: list[str] = []
+        self.asked: list[tuple[GenerationRequest, ...]] = []
         self.retries = 0
 
     async def served(self) -> Served:
         return Served(CARD, DecodeConfig(), created=0)
 
-    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
-        self.running.append(request.id)
+    async def generate(
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """The script's events belong to the choice whose index is their id; "x" to the first."""
+        self.running.append(requests[0].id)
+        self.asked.append(tuple(requests))
         for step in self.script:
             if isinstance(step, Exception):
                 raise step
             if step == "wait":
                 await asyncio.Event().wait()
-            yield step
+            yield addressed(step, requests[0 if step.id == "x" else int(step.id)].id)
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -319,16 +331,16 @@ class TwoModels(ScriptedBackend):
 
     def __init__(self) -> None:
         super().__init__(GOOD)
-        self.asked: list[str | None] = []
+        self.models: list[str | None] = []
 
     async def served(self, model: str | None = None) -> Served:
         return Served(replace(CARD, name=model or CARD.name), DecodeConfig(), created=7)
 
     async def generate(
-        self, request: GenerationRequest, traceparent: str | None = None, model: str | None = None
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None, model: str | None = None
     ) -> AsyncGenerator[Event, None]:
-        self.asked.append(model)
-        async for event in super().generate(request):
+        self.models.append(model)
+        async for event in super().generate(requests):
             yield event
 
 
@@ -349,4 +361,4 @@ def test_a_request_goes_to_the_model_it_names_and_all_are_listed() -> None:
         assert tokens.status_code == 200
 
     with_client(backend, talk, further=("tuned",))
-    assert backend.asked == ["tuned", None]
+    assert backend.models == ["tuned", None]

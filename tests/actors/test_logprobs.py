@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,13 @@ class EngineBackend:
     async def served(self) -> Served:
         return self._served
 
-    async def generate(self, request: GenerationRequest, traceparent: str | None = None) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest], traceparent: str | None = None
+    ) -> AsyncGenerator[Event, None]:
         events: list[Event] = []
-        self.asked.append(request)
-        self._engine.submit(request, events.append)
+        self.asked += requests
+        for request in requests:
+            self._engine.submit(request, events.append)
         self._engine.run_until_idle()
         for event in events:
             yield event

@@ -123,7 +123,10 @@ def test_a_refusal_is_text_even_where_what_it_quotes_is_none(fields: dict[str, A
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("user", 5),
-        ("n", 2),
+        ("n", 0),
+        ("n", 17),
+        ("n", 1.5),
+        ("n", True),
         ("logprobs", 1),
         ("top_logprobs", 0),
         ("top_logprobs", 21),
@@ -435,7 +438,7 @@ def test_a_real_chat_template_is_followed(shared: Path) -> None:
 def test_errors_survive_pickling_and_json() -> None:
     import pickle
 
-    error = refusal({**CHAT, "n": 2})
+    error = refusal({**CHAT, "n": 0})
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.param, again.status) == (str(error), "n", 400)
     json.dumps({"message": str(error)})

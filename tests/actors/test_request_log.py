@@ -57,6 +57,7 @@ FIELDS = [
     "model",
     "user",
     "stream",
+    "choices",
     "status",
     "outcome",
     "error",
@@ -120,7 +121,7 @@ def test_the_line_has_the_answer_s_own_id(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("script", "fields", "headers", "expected"),
     [
-        (GOOD, {**PROMPT, "n": 2}, HEADERS, (400, "refused", "bad_request")),
+        (GOOD, {**PROMPT, "n": 0}, HEADERS, (400, "refused", "bad_request")),
         (GOOD, {**PROMPT, "model": NONCE}, HEADERS, (404, "refused", "not_found")),
         (GOOD, PROMPT, {"Authorization": f"Bearer {KEY}x"}, (401, "refused", "unauthorized")),
         (GOOD, {**PROMPT, "prompt": "a" * 2000}, HEADERS, (413, "refused", "too_large")),

@@ -48,7 +48,7 @@ def call(request_id: str = "r", prompt: tuple[int, ...] = PROMPT, model: str = "
         request_id=request_id, internal_request_id=request_id, multiplexed_model_id=model, **metadata
     )
     return PendingRequest(
-        args=[GenerationRequest(id=request_id, prompt_ids=prompt, max_tokens=5)], kwargs={}, metadata=about
+        args=[(GenerationRequest(id=request_id, prompt_ids=prompt, max_tokens=5),)], kwargs={}, metadata=about
     )
 
 

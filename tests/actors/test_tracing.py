@@ -103,7 +103,7 @@ def test_decoding_token_by_token_is_one_span(successor_model: Path) -> None:
 
 def test_a_refused_request_has_a_span_too_and_no_span_holds_the_prompt(successor_model: Path) -> None:
     _, spans = traced(
-        successor_model, {**PROMPT, "prompt": "NONCE" * 5, "user": "NONCE"}, {**PROMPT, "n": 2, "stop": "NONCE"}
+        successor_model, {**PROMPT, "prompt": "NONCE" * 5, "user": "NONCE"}, {**PROMPT, "n": 0, "stop": "NONCE"}
     )
     requests = named(spans, "POST completion")
     outcomes = [span.attributes["blockcast.outcome"] for span in requests if span.attributes]

@@ -113,7 +113,7 @@ def test_an_unknown_model_is_a_404_and_a_refused_field_a_400_by_name(client: ope
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=CHAT)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
-    for extra in ({"n": 2}, {"temprature": 1}, {"temperature": 3}, {"diffusion": {"steps": 2}}):
+    for extra in ({"n": 0}, {"best_of": 2}, {"temprature": 1}, {"temperature": 3}, {"diffusion": {"steps": 2}}):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model=MODEL, messages=CHAT, extra_body=extra)
         assert str(refused.value.param).startswith(next(iter(extra)))
@@ -143,6 +143,51 @@ def test_concurrent_requests_each_get_their_own_answer(async_client: openai.Asyn
 
     for got, expected in asyncio.run(everyone()):
         assert got == expected
+
+
+def test_several_answers_to_one_prompt_come_with_their_index_whole_and_streamed(
+    client: openai.OpenAI, async_client: openai.AsyncOpenAI
+) -> None:
+    alone = client.chat.completions.create(model=MODEL, messages=CHAT)
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, n=3)
+    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (index, ANSWER, "stop") for index in range(3)
+    ]
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 3 * ANSWER_TOKENS
+    assert [choice.diffusion["steps_per_block"] for choice in answer.choices] == [
+        alone.diffusion["steps_per_block"]
+    ] * 3
+    assert answer.diffusion["forwards"]["denoise"] == 3 * alone.diffusion["forwards"]["denoise"]
+
+    async def streamed() -> tuple[dict[int, str], list[int], int]:
+        options = {"include_usage": True}
+        stream = await async_client.completions.create(
+            model=MODEL, prompt="a", n=4, max_tokens=20, stop="n", stream=True, stream_options=options
+        )
+        texts, ended, tokens = dict.fromkeys(range(4), ""), [], 0
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                ended += [choice.index] if choice.finish_reason else []
+            tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+        return texts, ended, tokens
+
+    texts, ended, tokens = asyncio.run(streamed())
+    assert texts == dict.fromkeys(range(4), letters_after("a", 12)) and sorted(ended) == [0, 1, 2, 3]
+    assert tokens >= 4 * 13
+
+
+def test_a_client_that_leaves_several_answers_frees_all_their_rows(client: openai.OpenAI, server: Server) -> None:
+    before = server.stats()
+    stream = client.completions.create(model=MODEL, prompt="a", n=6, max_tokens=400, stream=True)
+    for _ in range(9):
+        next(stream)
+    stats = server.stats()
+    assert (stats.running, stats.waiting) == (4, 2), "there are four rows"
+    stream.close()
+    after = server.await_idle()
+    assert after.pages_used == 0 and after.committed_tokens - before.committed_tokens < 6 * 380
 
 
 def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, server: Server) -> None:

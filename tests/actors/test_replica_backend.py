@@ -1,0 +1,157 @@
+"""The gateway's backend over two real engine replicas in this process: what is lost with one goes on at the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from actors.engine.events import Delta, Finished
+from actors.gateway import replicas as module
+from actors.gateway.replicas import ReplicaBackend
+from actors.protocol.calls import choices_of
+from actors.serve_args import ServeArgs
+from actors.serving.replica import EngineReplica, Events
+from model.decoding import GenerationRequest, GenerationResult, SamplingParams
+from tests.api.successor import build_successor_model, successor_tokenizer
+
+Cut = Callable[[Events], bool]
+
+
+class Responses:
+    """The answer of a streaming call: a replica's own events, until `cut` says that its process is gone."""
+
+    def __init__(self, events: AsyncIterator[Events], cut: Cut) -> None:
+        self._events, self._cut = events, cut
+
+    async def __aiter__(self) -> AsyncIterator[Events]:
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async for several in events:
+                yield several
+                if self._cut(several):
+                    raise ActorDiedError()
+
+    def cancel(self) -> None:
+        pass
+
+
+class Handle:
+    """As much of a Serve handle as the backend uses: calls go to one replica after the other, a broadcast to all.
+
+    cuts: after which events the process of each replica goes away.
+    """
+
+    def __init__(self, replicas: tuple[EngineReplica, ...], *cuts: Cut) -> None:
+        self._replicas, self._cuts = replicas, cuts
+        self.runs: list[tuple[GenerationRequest, ...]] = []
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def remote(self, requests: tuple[GenerationRequest, ...], gateway: str, *_: Any) -> Responses:
+        turn = len(self.runs)
+        self.runs.append(requests)
+        cut = self._cuts[turn] if turn < len(self._cuts) else lambda _: False
+        return Responses(self._replicas[turn % len(self._replicas)].generate(requests, gateway), cut)
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        async def results_async() -> list[Any]:
+            return [await getattr(replica, method)(*args) for replica in self._replicas]
+
+        return SimpleNamespace(results_async=results_async)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineReplica, ...]]:
+    model = build_successor_model(tmp_path_factory.mktemp("models") / "wandering", sharpness=9.0)
+    args = ServeArgs.model_validate({"model": str(model), "served_name": "tiny", "engine": {"max_rows": 4}})
+    replicas = tuple(EngineReplica(args) for _ in range(2))
+    yield replicas
+    for replica in replicas:
+        replica._shelf.close()
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "this_actor", lambda: None)
+    monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.0,) * 3)
+
+
+def choices(count: int, request_id: str = "r", **changes: Any) -> tuple[GenerationRequest, ...]:
+    """Hot draws from one prompt of several blocks; of different lengths, so that they end one after another."""
+    ids = tuple(successor_tokenizer()("nonce " * 8 + "a").input_ids)
+    sampling = SamplingParams(temperature=2.0, top_k=4, seed=5)
+    request = GenerationRequest(id=request_id, prompt_ids=ids, max_tokens=40, sampling=sampling)
+    asked = choices_of(replace(request, **changes), count)
+    return tuple(replace(one, max_tokens=one.max_tokens - 24 * (i == 1)) for i, one in enumerate(asked))
+
+
+async def answers(backend: ReplicaBackend, asked: tuple[GenerationRequest, ...]) -> dict[str, GenerationResult]:
+    """Every answer; what was told piece by piece is what it says in the end."""
+    told = {request.id: "" for request in asked}
+    ended = {}
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                told[event.id] += event.text
+            elif isinstance(event, Finished):
+                ended[event.id] = event.result
+    assert {id_: result.text for id_, result in ended.items()} == told
+    return ended
+
+
+def words(results: dict[str, GenerationResult]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {id_: (result.token_ids, result.text) for id_, result in results.items()}
+
+
+def used(replicas: tuple[EngineReplica, ...]) -> int:
+    return sum(replica._engine.stats().pages_used for replica in replicas)
+
+
+def test_choices_of_a_lost_engine_go_on_elsewhere_and_those_that_had_ended_are_not_run_again(
+    pair: tuple[EngineReplica, ...],
+) -> None:
+    asked = choices(3)
+    quiet = asyncio.run(answers(ReplicaBackend(Handle(pair)), asked))
+    assert len({result.text for result in quiet.values()}) == 3
+
+    def first_end(events: Events) -> bool:
+        return any(isinstance(event, Finished) for event in events)
+
+    handle = Handle(pair, lambda _: True, first_end)  # the first after its first events, the second after an end
+    backend = ReplicaBackend(handle)
+    assert words(asyncio.run(answers(backend, asked))) == words(quiet)
+    assert backend.retries == 2 and not backend._wanted
+    first, second, third = handle.runs
+    assert [run.id for run in second] == ["r~1", "r.1~1", "r.2~1"]
+    assert [run.id for run in third] == ["r~2", "r.2~2"], "r.1 had ended"
+    assert [run.follows for run in (*first, *second, *third)] == [None, "r", "r", None, "r~1", "r~1", None, "r~2"]
+    assert any(run.answered for run in third), "they go on behind the blocks that the client has"
+    assert all(run.answered == quiet[id_].token_ids[: len(run.answered)] for id_, run in zip("r", third, strict=False))
+    assert used(pair) == 0
+
+
+def test_one_abort_frees_every_choice_of_every_run(pair: tuple[EngineReplica, ...]) -> None:
+    asked = choices(4, max_tokens=400)
+
+    async def leave() -> tuple[int, int]:
+        backend = ReplicaBackend(Handle(pair, lambda _: True))
+        async with aclosing(backend.generate(asked)) as events:
+            async for _ in events:
+                if used(pair[1:]):
+                    break
+            running = pair[1]._engine.stats().running
+            await backend.abort("r")
+            rounds = pair[1]._engine.stats().rounds
+            while used(pair):
+                await asyncio.sleep(0.001)
+            return running, pair[1]._engine.stats().rounds - rounds
+
+    running, rounds = asyncio.run(asyncio.wait_for(leave(), 60))
+    assert running > 1 and rounds <= 1

@@ -19,7 +19,7 @@ from model.config import FUSED_DEFAULT, DecodeConfig, nearest_key
 from model.errors import UserError
 
 if TYPE_CHECKING:
-    from ray.serve.schema import ServeApplicationSchema
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema
 
 GATEWAY, REPLICA = "Gateway", "EngineReplica"
 IMPORT_PATH = "actors.server:build"
@@ -122,6 +122,7 @@ class ServeArgs(Args):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, else float32")
     engine: EngineArgs = EngineArgs()
     decode: DecodeArgs = DecodeArgs()
+    gateway_replicas: int = Field(1, ge=1, description="gateways; they share the bounds on open requests evenly")
     max_queue: int = Field(256, ge=0, description="requests that may wait; one more gets a 429 with Retry-After")
     max_body_bytes: int = Field(16 * 2**20, ge=1, description="largest request body")
     body_timeout_s: float = Field(30, gt=0, description="a body that takes longer to arrive is refused with a 408")
@@ -145,6 +146,9 @@ class ServeArgs(Args):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"models: two are named {twice!r}")
+        for name, bound in (("max_queue", self.requests_at_once), ("max_requests_per_key", self.max_requests_per_key)):
+            if bound is not None and bound < self.gateway_replicas:
+                raise ValueError(f"{name} leaves no request for each of {self.gateway_replicas} gateway_replicas")
         return self
 
     @property
@@ -162,8 +166,18 @@ class ServeArgs(Args):
 
     @property
     def requests_at_once(self) -> int:
-        """Running and waiting requests that the gateway lets in."""
+        """Running and waiting requests that all gateways together let in."""
         return self.max_queue + self.engine.max_rows * self.max_replicas
+
+    @property
+    def requests_per_gateway(self) -> int:
+        """Of them, those of one gateway. None knows of the others: equal shares keep the sum within the bound."""
+        return self.requests_at_once // self.gateway_replicas
+
+    @property
+    def key_requests_per_gateway(self) -> int | None:
+        """Open requests of one API key in one gateway; None: no bound of its own."""
+        return None if self.max_requests_per_key is None else self.max_requests_per_key // self.gateway_replicas
 
 
 # ------------------------------------------------------------------------------------------------- serve.yaml
@@ -185,10 +199,10 @@ def check_config(path: Path) -> None:
         raise UserError(f"{path}: {_first(error)}") from error
     for application in schema.applications:
         if application.import_path == IMPORT_PATH:
-            _check_application(path, application, schema.http_options.host)
+            _check_application(path, application, schema.http_options)
 
 
-def _check_application(path: Path, application: ServeApplicationSchema, host: str) -> None:
+def _check_application(path: Path, application: ServeApplicationSchema, http: HTTPOptionsSchema) -> None:
     try:
         args = ServeArgs.model_validate(application.args)
     except ValidationError as error:
@@ -197,6 +211,10 @@ def _check_application(path: Path, application: ServeApplicationSchema, host: st
         if name not in (GATEWAY, REPLICA):
             raise UserError(f"{path}: there is no deployment {name!r}: {nearest_key(name, (GATEWAY, REPLICA))}")
     variables = application.runtime_env.get("env_vars", {}) | dict(os.environ)
+    host, timeout_s = http.host, http.request_timeout_s
+    if timeout_s is not None and timeout_s <= args.deadline_s:
+        rule = f"leave it out, or set args.deadline_s below {timeout_s:g}"
+        raise UserError(f"{path}: http_options.request_timeout_s ends answers without our error: {rule}.")
     if not is_loopback(host) and args.api_keys_file is None and KEYS_VARIABLE not in variables:
         rule = "set args.api_keys_file, or serve 127.0.0.1"
         raise UserError(f"{path}: http_options.host {host} is open to others without API keys: {rule}.")

@@ -38,7 +38,7 @@ class GatewayDeployment:
 
     def __init__(self, engine: DeploymentHandle[Any], args: ServeArgs, key_hashes: tuple[str, ...]) -> None:
         backend = ReplicaBackend(engine, sleeps=args.min_replicas == 0)
-        admission = Admission(args.requests_at_once, args.max_requests_per_key)
+        admission = Admission(args.requests_per_gateway, args.key_requests_per_gateway)
         self._gateway = Gateway(
             backend=backend,
             access=Access(key_hashes),
@@ -92,6 +92,7 @@ def application(args: ServeArgs, replica: type[EngineReplica] = EngineReplica) -
     gateway: Any = serve.deployment(
         serve.ingress()(GatewayDeployment),
         name=GATEWAY,
+        num_replicas=args.gateway_replicas,
         ray_actor_options={"num_cpus": 0},
         max_surge_percent=100,  # it costs no CPU or GPU: a new one stands before the old one goes
         **common,

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from actors.gateway.serve_headers import TIMEOUT_HEADER
 from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldRule
 from actors.protocol.request_types import ChatFields, CompletionFields, TokenizeFields
 from actors.protocol.response_types import (
@@ -73,12 +74,13 @@ def openapi_document(*, keys: bool, deadline_s: float) -> dict[str, Any]:
     """
     access = (401,) if keys else (403,)
     seconds = {"type": "number", "exclusiveMinimum": 0, "maximum": deadline_s}
-    deadline = {"name": "X-Deadline-S", "in": "header", "required": False, "schema": seconds}
+    bounds = {"X-Deadline-S": seconds, TIMEOUT_HEADER: {"type": "number", "exclusiveMinimum": 0}}
+    deadlines = [{"name": n, "in": "header", "required": False, "schema": bound} for n, bound in bounds.items()]
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths = {
-        "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatFields", "ChatAnswer", access, deadline)},
+        "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatFields", "ChatAnswer", access, deadlines)},
         "/v1/completions": {
-            "post": _generation("Go on from a prompt", "CompletionFields", "CompletionAnswer", access, deadline)
+            "post": _generation("Go on from a prompt", "CompletionFields", "CompletionAnswer", access, deadlines)
         },
         "/tokenize": {"post": _asking("What a request is read as", "TokenizeFields", "Tokens", access)},
         "/v1/models": {"get": _operation("The served model", "ModelList", (*access, 500, 503))},
@@ -98,13 +100,13 @@ def openapi_document(*, keys: bool, deadline_s: float) -> dict[str, Any]:
 
 
 def _generation(
-    summary: str, request: str, answer: str, access: tuple[int, ...], deadline: dict[str, Any]
+    summary: str, request: str, answer: str, access: tuple[int, ...], deadlines: list[dict[str, Any]]
 ) -> dict[str, Any]:
     operation = _asking(summary, request, answer, (*OF_AN_ENGINE, *access))
     operation["responses"]["200"]["content"]["text/event-stream"] = {
         "schema": _event(answer.replace("Answer", "Chunk"))
     }
-    return {**operation, "parameters": [deadline]}
+    return {**operation, "parameters": deadlines}
 
 
 def _event(chunk: str) -> dict[str, Any]:

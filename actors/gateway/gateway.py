@@ -25,6 +25,7 @@ from actors.gateway.admission import Admission
 from actors.gateway.backend import Backend, Served
 from actors.gateway.body import BodyReader
 from actors.gateway.record import Observer, RequestRecord
+from actors.gateway.serve_headers import check_serve_headers
 from actors.gateway.streams import Choice, Draw, EventStream, Shape, raise_failure, results_of, stream_events
 from actors.protocol.calls import Call, Kind, parse_call, parse_tokenize
 from actors.protocol.fields import RequestError
@@ -40,7 +41,8 @@ T = TypeVar("T")
 class Gateway:
     """One gateway: a backend, who may ask it, how much at a time, and how long an answer may take.
 
-    deadline_s: from the arrival of the body to the end of the answer; a request may ask for less (`X-Deadline-S`).
+    deadline_s: from the arrival of the body to the end of the answer; a request may ask for less (`X-Deadline-S`, or
+    Serve's own `x-request-timeout-seconds`, which counts from the arrival of its head).
     further: names of the models that the backend has beside its default one.
     """
 
@@ -61,11 +63,15 @@ class Gateway:
         return await self.observer.watch(record, self._answer(http, kind, record))
 
     async def _answer(self, http: Request, kind: Kind, record: RequestRecord) -> Response:
+        arrived = asyncio.get_running_loop().time()
         key = self.check_access(http)
         record.known_as(key)
+        serves = check_serve_headers(http.headers)
         fields = await self.bodies.fields(http)
         seconds = self._seconds(http.headers.get(DEADLINE_HEADER))
         deadline = asyncio.get_running_loop().time() + seconds
+        if serves is not None and arrived + serves < deadline:
+            seconds, deadline = serves, arrived + serves
         served, model = await self.choose(fields)
         self.admission.enter(key)
         run = Run(self, key, seconds, deadline, model)
@@ -98,6 +104,7 @@ class Gateway:
     async def tokens(self, http: Request) -> Response:
         """The tokens that a prompt or a chat would be read as."""
         key = self.check_access(http)
+        check_serve_headers(http.headers)
         fields = await self.bodies.fields(http)
         served, _ = await self.choose(fields)
         self.admission.enter(key)

@@ -87,6 +87,7 @@ def test_the_committed_file_states_model_bounds_and_gpus(committed: dict[str, An
         (lambda c, a: a["args"].update(max_replicas=0), "max_replicas"),
         (lambda c, a: a["args"].pop("model"), "model"),
         (lambda c, a: c["http_options"].update(host="0.0.0.0"), "http_options.host"),
+        (lambda c, a: c["http_options"].update(request_timeout_s=600), "http_options.request_timeout_s"),
     ],
 )
 def test_a_key_or_value_that_serve_would_swallow_is_named(
@@ -159,3 +160,16 @@ def test_further_models_have_names_of_their_own_and_a_model_or_an_adapter() -> N
     ):
         with pytest.raises(ValidationError, match=named):
             ServeArgs.model_validate({"model": "m", "models": models})
+
+
+def test_several_gateways_share_the_bounds_and_each_has_a_request_at_least() -> None:
+    fields: dict[str, Any] = {"model": "m", "max_queue": 7, "engine": {"max_rows": 4}, "max_requests_per_key": 5}
+    for gateways in (1, 2, 3):
+        args = ServeArgs.model_validate({**fields, "gateway_replicas": gateways})
+        assert 11 - gateways < args.requests_per_gateway * gateways <= 11 == args.requests_at_once
+        assert args.key_requests_per_gateway is not None
+        assert 5 - gateways < args.key_requests_per_gateway * gateways <= 5
+    assert ServeArgs(model="m", gateway_replicas=2).key_requests_per_gateway is None
+    for gateways, named in ((6, "max_requests_per_key"), (12, "max_queue")):
+        with pytest.raises(ValidationError, match=named):
+            ServeArgs.model_validate({**fields, "gateway_replicas": gateways})

@@ -235,6 +235,45 @@ def test_what_is_hardly_http_gets_an_end_and_no_200(server: Server, request_byte
     assert line == b"" or line.split()[1] in (b"400", b"403", b"404", b"413", b"414", b"431"), line
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_serve_s_own_timeout_ends_an_answer_with_our_error_and_frees_its_row(
+    http: httpx.Client, server: Server, stream: bool
+) -> None:
+    before = server.stats().committed_tokens
+    fields = {**PROMPT, "max_tokens": 480, "stream": stream}
+    response = http.post("/v1/completions", json=fields, headers={"x-request-timeout-seconds": "0.3"})
+    if stream:
+        assert response.status_code == 200 and "[DONE]" not in response.text
+        error = json.loads(response.text.strip().rsplit("data: ", 1)[1])["error"]
+    else:
+        error = error_of(response, 504)
+    assert error["code"] == "deadline_exceeded" and "0.25 s" in error["message"]
+    assert server.await_idle().committed_tokens - before < 480
+
+
+def test_serve_s_own_headers_are_honoured_or_refused_by_name(http: httpx.Client) -> None:
+    for name, value in (
+        *(("x-request-timeout-seconds", value) for value in ("0", "-1", "nan", "inf", "soon")),
+        ("x-request-disconnect-disabled", "?1"),
+    ):
+        for path, fields in (("/v1/completions", PROMPT), ("/tokenize", {"model": MODEL, "prompt": "a"})):
+            assert error_of(http.post(path, json=fields, headers={name: value}), 400)["param"] == name
+    patient = {"x-request-timeout-seconds": "60", "x-request-disconnect-disabled": "?0"}
+    assert http.post("/v1/completions", json=PROMPT, headers=patient).status_code == 200
+
+
+def test_a_method_that_http_knows_is_refused_in_openai_s_shape_and_any_other_by_serve_itself(
+    http: httpx.Client, server: Server
+) -> None:
+    for method in ("PROPFIND", "PURGE", "LINK"):
+        error_of(http.request(method, "/v1/completions"), 405)
+        error_of(http.request(method, "/v1/nothing"), 404)
+    with Wire(server.port) as wire:
+        wire.send(b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        answer = wire.rest()
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"text/plain" in answer, "docs/http.md says so"
+
+
 def test_two_requests_on_one_connection_get_two_answers_in_order(server: Server) -> None:
     with Wire(server.port) as wire:
         wire.send(

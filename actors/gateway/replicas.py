@@ -2,7 +2,8 @@
 
 A run whose engine goes away is begun again on another (`actors.gateway.replay`), so a killed replica costs time, not
 answers. When a client leaves, cancelling the call aborts its row; because cancellation is known to get lost on chains
-of handles, every replica is also asked to abort it, and none works longer than its lease (`actors.serving.leases`).
+of handles, the replica that runs it is also told directly, which reaches one that is being drained; every replica that
+is not is asked to abort it; and none works longer than its lease (`actors.serving.leases`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from actors.gateway.backend import Served, Unavailable
 from actors.gateway.exposition import Scrape
 from actors.gateway.replay import Replay
 from actors.serving.liveness import this_actor
-from actors.serving.replica import Refused
+from actors.serving.replica import Here, Refused, abort_here
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
 
 RETRY_PAUSES_S = (0.1, 0.5, 1, 2, 2, 2, 2, 4, 4, 4)  # long enough for a crashed engine's replica to be replaced
+LOOK_PAUSES_S = (0.1, 0.5, 1)  # for a replica that knows a model
 RENEW_S = 1.0
 METRICS_TIMEOUT_S = 2.0
 GONE = "No engine could finish this request: send it again in a moment."
@@ -59,9 +61,18 @@ class ReplicaBackend:
 
     async def served(self, model: str | None = None) -> Served:
         if model not in self._served:
-            self._served[model] = await self._ask("served", model)
+            self._served[model] = await self._ask_for(model)
             self._proven = True  # no replica answers before it has generated a token
         return self._served[model]
+
+    async def _ask_for(self, model: str | None) -> Served:
+        """What a replica tells of a model. While a deployment that adds it rolls out, old replicas know nothing of it."""
+        for pause_s in (0.0, *LOOK_PAUSES_S):
+            await asyncio.sleep(pause_s)
+            told: Served | None = await self._ask("served", model)
+            if told is not None:
+                return told
+        raise Unavailable(f"No engine replica has the model {model!r} yet: try again in a moment.")
 
     async def generate(
         self, requests: Sequence[GenerationRequest], traceparent: str | None = None, model: str | None = None
@@ -102,13 +113,19 @@ class ReplicaBackend:
         """One run of each request, all on one engine. Raises _EngineGone where another one may still answer."""
         handle: Any = self._handle.options(stream=True, method_name="generate", multiplexed_model_id=model or "")
         responses = handle.remote(runs, self._name, traceparent, this_actor(), model, revision)
+        left, place = {run.id for run in runs}, None
         try:
             async for events in responses:
                 for event in events:
+                    if isinstance(event, Here):
+                        place = event.actor
+                        continue
                     if isinstance(event, Refused):
                         raise UserError(event.message)
                     if isinstance(event, Failed) and event.elsewhere:
                         raise _EngineGone(event.message)
+                    if isinstance(event, Finished):
+                        left.discard(event.id)
                     yield event
         except RayTaskError as error:  # the replica's own code raised: it would again
             raise JobError("The engine replica failed on this request: see its log.") from error
@@ -116,6 +133,8 @@ class ReplicaBackend:
             raise _EngineGone(type(error).__name__) from error
         finally:
             responses.cancel()
+            if left and place is not None:
+                place.__ray_call__.remote(abort_here, tuple(left))
 
     async def abort(self, request_id: str) -> None:
         with contextlib.suppress(RayError, RayServeException):  # a replica that is gone has nothing to free

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from actors.gateway.backend import Served
 from actors.gateway.exposition import Told, joined
 from actors.serve_args import ServeArgs
 from actors.serving.leases import Leases
-from actors.serving.liveness import lives
+from actors.serving.liveness import lives, this_actor
 from actors.serving.loaded_model import LoadedModel
 from actors.serving.routing_stats import prefix_report
 from actors.serving.shelf import Shelf
@@ -41,7 +42,22 @@ class Refused:
     message: str
 
 
-Events = list[Event | Refused]
+@dataclass(frozen=True)
+class Here:
+    """The first message of a call: the actor that runs it, for a word that reaches it even while it is drained."""
+
+    actor: ActorHandle
+
+
+Events = list[Event | Refused | Here]
+_here: weakref.WeakSet[EngineReplica] = weakref.WeakSet()  # of this process
+
+
+def abort_here(_: object, run_ids: Collection[str]) -> None:
+    """Free the rows of these runs in the process that this is called in, on whichever thread: `actor.__ray_call__`."""
+    for replica in list(_here):
+        for run_id in run_ids:
+            replica.abort_run(run_id)
 
 
 class EngineReplica:
@@ -55,6 +71,8 @@ class EngineReplica:
         self._shelf = Shelf(args)
         self._engine = self._shelf.default.engine
         self._leases = Leases()
+        self._actor = this_actor()
+        _here.add(self)
 
     async def generate(
         self,
@@ -73,6 +91,11 @@ class EngineReplica:
         weights that the gateway knows: while a deployment is replaced there may be others under the same name.
         traceparent: of its span, where it is traced.
         """
+        if not self._shelf.knows(model):
+            yield [Failed(requests[0].id, f"This replica has no model {model!r}.", elsewhere=True)]
+            return
+        if self._actor is not None:
+            yield [Here(self._actor)]
         async with self._shelf.using(model) as loaded:
             if revision not in (None, loaded.served.card.revision):
                 yield [Failed(requests[0].id, "This replica has another version of the model.", elsewhere=True)]
@@ -169,20 +192,23 @@ class EngineReplica:
     async def abort(self, request_id: str) -> None:
         """Free the rows of a request whose client left, whichever run of it is here."""
         for run_id in self._leases.family(request_id) or [request_id]:
-            self._abort(run_id)
+            self.abort_run(run_id)
 
     async def renew(self, gateway: str, wanted: Collection[str]) -> None:
         """A gateway lives and still wants these runs; its others end here."""
         for run_id in self._leases.renew(gateway, frozenset(wanted), time.monotonic()):
-            self._abort(run_id)
+            self.abort_run(run_id)
             self._leases.close(run_id)  # its generate, if it still waits, ends at its next look
 
-    def _abort(self, run_id: str) -> None:
+    def abort_run(self, run_id: str) -> None:
+        """Free the row of one run, from any thread."""
         for loaded in self._shelf.all().values():
             loaded.engine.abort(run_id)
 
-    async def served(self, model: str | None = None) -> Served:
-        """What a gateway must know of a model. None: the default one."""
+    async def served(self, model: str | None = None) -> Served | None:
+        """What a gateway must know of a model; nothing where it is none of this replica's. None: the default one."""
+        if not self._shelf.knows(model):
+            return None
         async with self._shelf.using(model) as loaded:
             return loaded.served
 

@@ -49,6 +49,10 @@ class Shelf:
         )(load_model)
         return wrapped
 
+    def knows(self, name: str | None) -> bool:
+        """Whether the model is one of this replica's; a replica of an older deployment lacks what a newer one adds."""
+        return name is None or name in self._further
+
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[LoadedModel]:
         """A model, loaded if it is not; it stays until the end of the block. None: the default one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,6 +16,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.engine.events import Delta, Finished
 from actors.gateway import replicas as module
+from actors.gateway.backend import Unavailable
 from actors.gateway.replicas import ReplicaBackend
 from actors.protocol.calls import choices_of
 from actors.serve_args import ServeArgs
@@ -44,25 +47,32 @@ class Responses:
 class Handle:
     """As much of a Serve handle as the backend uses: calls go to one replica after the other, a broadcast to all.
 
-    cuts: after which events the process of each replica goes away.
+    cuts: after which events the process of each replica goes away. listed: whether a broadcast reaches anyone.
     """
 
-    def __init__(self, replicas: tuple[EngineReplica, ...], *cuts: Cut) -> None:
-        self._replicas, self._cuts = replicas, cuts
+    def __init__(self, replicas: tuple[EngineReplica, ...], *cuts: Cut, listed: bool = True) -> None:
+        self._replicas, self._cuts, self._listed = replicas, cuts, listed
+        self._turns = itertools.count()
         self.runs: list[tuple[GenerationRequest, ...]] = []
 
-    def options(self, **_: Any) -> Handle:
-        return self
+    def options(self, *, method_name: str, **_: Any) -> Any:
+        return SimpleNamespace(remote=getattr(self, f"_{method_name}"))
 
-    def remote(self, requests: tuple[GenerationRequest, ...], gateway: str, *_: Any) -> Responses:
-        turn = len(self.runs)
+    def _generate(
+        self, requests: tuple[GenerationRequest, ...], gateway: str, traceparent: None, asker: None, *which: Any
+    ) -> Responses:
+        turn = next(self._turns)
         self.runs.append(requests)
         cut = self._cuts[turn] if turn < len(self._cuts) else lambda _: False
-        return Responses(self._replicas[turn % len(self._replicas)].generate(requests, gateway), cut)
+        replica = self._replicas[turn % len(self._replicas)]
+        return Responses(replica.generate(requests, gateway, traceparent, asker, *which), cut)
+
+    def _served(self, *model: str) -> Any:
+        return self._replicas[next(self._turns) % len(self._replicas)].served(*model)
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async() -> list[Any]:
-            return [await getattr(replica, method)(*args) for replica in self._replicas]
+            return [await getattr(replica, method)(*args) for replica in self._replicas if self._listed]
 
         return SimpleNamespace(results_async=results_async)
 
@@ -81,6 +91,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineRepli
 def _outside_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "this_actor", lambda: None)
     monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.0,) * 3)
+    monkeypatch.setattr(module, "LOOK_PAUSES_S", (0.0,) * 3)
 
 
 def choices(count: int, request_id: str = "r", **changes: Any) -> tuple[GenerationRequest, ...]:
@@ -135,6 +146,74 @@ def test_choices_of_a_lost_engine_go_on_elsewhere_and_those_that_had_ended_are_n
     assert any(run.answered for run in third), "they go on behind the blocks that the client has"
     assert all(run.answered == quiet[id_].token_ids[: len(run.answered)] for id_, run in zip("r", third, strict=False))
     assert used(pair) == 0
+
+
+class Line:
+    """An actor's `__ray_call__` into this process."""
+
+    def __init__(self) -> None:
+        self.__ray_call__ = SimpleNamespace(remote=lambda function, *args: function(self, *args))
+
+
+def test_a_word_to_the_replica_itself_frees_its_rows_where_cancelling_and_broadcasts_do_not_reach_it(
+    pair: tuple[EngineReplica, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []  # calls that nobody cancels
+
+    class Deaf(Responses):
+        async def __aiter__(self) -> AsyncIterator[Events]:
+            kept.append(self._events)
+            async for several in self._events:
+                yield several
+
+    async def leave() -> None:
+        handle = Handle(pair, listed=False)
+        monkeypatch.setattr(sys.modules[__name__], "Responses", Deaf)
+        async with aclosing(ReplicaBackend(handle).generate(choices(3, max_tokens=400))) as events:
+            async for _ in events:
+                if used(pair):
+                    break
+        while used(pair):
+            await asyncio.sleep(0.001)
+        for call in kept:
+            await call.aclose()
+
+    monkeypatch.setattr(pair[0], "_actor", Line())
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert len(kept) == 1
+
+
+def test_a_model_that_a_rollout_just_added_is_found_at_a_newer_replica_or_is_a_503(
+    pair: tuple[EngineReplica, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = pair
+    asked = choices(1)
+
+    async def nobody_has_it() -> None:
+        backend = ReplicaBackend(Handle((old, old)))
+        with pytest.raises(Unavailable, match="'added' yet"):
+            await backend.served("added")
+        with pytest.raises(Unavailable):
+            async with aclosing(backend.generate(asked, None, "added")) as events:
+                await anext(events)
+
+    asyncio.run(nobody_has_it())
+
+    async def fetch(name: str) -> Any:
+        return SimpleNamespace(loaded=new._shelf.default)
+
+    monkeypatch.setattr(new._shelf, "_further", {"added": None})
+    monkeypatch.setattr(new._shelf, "_fetch", fetch)
+
+    async def one_has_it() -> GenerationResult:
+        backend = ReplicaBackend(Handle((old, new)))
+        assert (await backend.served("added")).card.name == "tiny"
+        async with aclosing(backend.generate(asked, None, "added")) as events:
+            ended = [event.result async for event in events if isinstance(event, Finished)]
+        assert backend.retries == 1
+        return ended[0]
+
+    assert asyncio.run(one_has_it()).completion_tokens == 40
 
 
 def test_one_abort_frees_every_choice_of_every_run(pair: tuple[EngineReplica, ...]) -> None:

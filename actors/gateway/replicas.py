@@ -66,7 +66,7 @@ class ReplicaBackend:
         return self._served[model]
 
     async def _ask_for(self, model: str | None) -> Served:
-        """What a replica tells of a model. While a deployment that adds it rolls out, old replicas know nothing of it."""
+        """What a replica tells of a model. While a deployment that adds it rolls out, old replicas do not know it."""
         for pause_s in (0.0, *LOOK_PAUSES_S):
             await asyncio.sleep(pause_s)
             told: Served | None = await self._ask("served", model)

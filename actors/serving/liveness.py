@@ -13,6 +13,8 @@ ANSWER_S = 5.0
 
 def this_actor() -> Any | None:
     """A handle of the actor that this code runs in; None outside of actors."""
+    if not ray.is_initialized():  # asking for the context would start one
+        return None
     context = ray.get_runtime_context()
     return context.current_actor if context.get_actor_id() else None
 

@@ -88,8 +88,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineRepli
 
 
 @pytest.fixture(autouse=True)
-def _outside_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "this_actor", lambda: None)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.0,) * 3)
     monkeypatch.setattr(module, "LOOK_PAUSES_S", (0.0,) * 3)
 

@@ -9,33 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2Config,
 )
-from transformers.utils import logging as transformers_logging
 
 from model.adapters import adapter_revision, merge_adapter
-from model.attention import NAME as ATTENTION
 from model.config import CONFIG_KEY, BlockDiffusionConfig, default_sub_block
 from model.errors import UserError
+from model.published import PUBLISHED_MASK, base_config, is_published, published_adaptation
 from model.sources import fetch_model, first_line
+from model.weights import load_weights, quiet, take_weights
 
-PUBLISHED_TYPE = "Fast_dLLM_Qwen"
-PUBLISHED_MASK = "|<MASK>|"
 MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")
 SPARE_NAMES = (
     "<reponame>",
@@ -75,10 +71,12 @@ def load_backbone(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     adapter: str | Path | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Backbone:
     """Load a model folder, URI or Hub id for inference (eval mode, no gradients needed).
 
-    adapter: a LoRA adapter to merge into the weights, see `model.adapters`.
+    adapter: a LoRA adapter to merge into the weights, see `model.adapters`. weights: by name, to take instead of the
+    folder's safetensors (it may hold none, as `save_description` leaves it).
 
     Raises UserError, one sentence, for a folder without config, without safetensors, with missing or unexpected
     weights, or whose "block_diffusion" does not fit its vocabulary.
@@ -86,7 +84,7 @@ def load_backbone(
     folder = fetch_model(source)
     tokenizer = load_tokenizer(folder)
     config, block_diffusion = read_config(folder, tokenizer)
-    model = _load_weights(folder, config, dtype)
+    model = load_weights(folder, config, dtype) if weights is None else take_weights(folder, config, dtype, weights)
     if adapter is not None:
         model = merge_adapter(model, adapter)
     model = model.to(device).eval()
@@ -107,7 +105,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, URI or Hub id, without remote code. Raises UserError where none loads."""
     folder = fetch_model(source)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with quiet():  # the published layout's model_type is unknown to transformers, which says so
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return tokenizer
     except StrictDataclassError as error:
         raise _bad_value(folder / "config.json", error) from error
@@ -119,86 +118,45 @@ def read_config(
     folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedConfig, BlockDiffusionConfig | None]:
     """config.json as (transformers config, block-diffusion config), from ours or the published layout."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} holds no config.json: give the folder of a Hugging Face model.") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from error
-    if values.get("model_type") == PUBLISHED_TYPE:
-        return _published_config(values, tokenizer, folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise _bad_value(path, error) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} describes no model that transformers knows: {first_line(error)}") from error
+    values = _read_values(folder)
+    config = _base_config(values, folder)
+    if is_published(values):
+        return config, published_adaptation(values, tokenizer, folder)
     block_diffusion = values.get(CONFIG_KEY)
     return config, None if block_diffusion is None else BlockDiffusionConfig.from_dict(block_diffusion)
 
 
+def read_architecture(folder: Path) -> PreTrainedConfig:
+    """config.json alone as a transformers config: what the network is, without tokenizer or weights."""
+    return _base_config(_read_values(folder), folder)
+
+
+def _read_values(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no config.json: give the folder of a Hugging Face model.") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from error
+    return values
+
+
+def _base_config(values: dict[str, Any], folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    try:
+        if is_published(values):
+            return base_config(values)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return config
+    except StrictDataclassError as error:
+        raise _bad_value(path, error) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} describes no model that transformers knows: {first_line(error)}") from error
+
+
 def _bad_value(path: Path, error: StrictDataclassError) -> UserError:
     return UserError(f"{path} holds a value that transformers refuses: {' '.join(str(error).split())}")
-
-
-def _published_config(
-    values: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> tuple[PreTrainedConfig, BlockDiffusionConfig]:
-    """The published layout is Qwen2 by another name; its mask id stands in the tokenizer only."""
-    mask = tokenizer.get_vocab().get(PUBLISHED_MASK)
-    if mask is None:
-        raise UserError(
-            f"{folder}: a {PUBLISHED_TYPE} checkpoint needs {PUBLISHED_MASK} in its tokenizer, which is not there."
-        )
-    block_size = int(values.get("bd_size", 32))
-    dropped = ("model_type", "auto_map", "architectures", "bd_size", "transformers_version")
-    config = Qwen2Config(**{k: v for k, v in values.items() if k not in dropped})
-    config.architectures = ["Qwen2ForCausalLM"]
-    return config, BlockDiffusionConfig(block_size, int(mask), sub_block_size=default_sub_block(block_size))
-
-
-def _load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    if not list(folder.glob("*.safetensors")):
-        other = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf"))]
-        found = f" (only {other[0]})" if other else ""
-        raise UserError(f"{folder} holds no safetensors weights{found}: convert the model with save_pretrained first.")
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except SafetensorError as error:
-        raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: the weights could not be loaded: {first_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    _refuse_mismatch(folder, info)
-    loaded: PreTrainedModel = model
-    return loaded
-
-
-def _refuse_mismatch(folder: Path, info: dict[str, Any]) -> None:
-    for kind, what in (
-        ("missing_keys", "lacks"),
-        ("unexpected_keys", "holds the unexpected"),
-        ("mismatched_keys", "has the wrong shape for"),
-    ):
-        names = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info.get(kind) or ())
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(
-                f"{folder} {what} weight {names[0]}{more}: config.json and the safetensors do not belong together."
-            )
 
 
 def context_length_of(config: PreTrainedConfig) -> int:
@@ -292,10 +250,25 @@ def make_block_diffusion(backbone: Backbone, *, block_size: int, trained_context
 
 def save_backbone(backbone: Backbone, folder: Path) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer). The folder must not exist or be empty."""
+    _note_adaptation(backbone)
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+
+
+def save_description(backbone: Backbone, folder: Path) -> None:
+    """Everything of `save_backbone` but the weights, which may lie elsewhere or in shards."""
+    _note_adaptation(backbone)
+    model = backbone.model
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+
+
+def _note_adaptation(backbone: Backbone) -> None:
     config = backbone.model.config
     if backbone.block_diffusion is None:
         config.__dict__.pop(CONFIG_KEY, None)
     else:
         setattr(config, CONFIG_KEY, backbone.block_diffusion.to_dict())
-    backbone.model.save_pretrained(folder)
-    backbone.tokenizer.save_pretrained(folder)

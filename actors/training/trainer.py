@@ -26,13 +26,14 @@ import torch
 
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Commit
+from actors.training.consolidate import DESCRIPTION
 from actors.training.ranks import Ranks, halves, whole
 from actors.training.rows import PackedRows, RowOrder, Sample, share
 from actors.training.run_files import Fence, MetricsLog, StepRecord
 from actors.training.settings import TrainSettings
 from actors.training.trained_model import publish_model
 from actors.training.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
-from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
+from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion, save_description
 from model.corruption import IGNORED
 from model.errors import JobError, UserError
 from model.layout import TrainingBatch, combine_hashes
@@ -272,10 +273,16 @@ class Trainer:
             done,
             self.settings.identity,
             self.ranks,
-            lambda folder: save_shards(self.engine, folder),
+            self._write_state,
             checkpoint_bytes(self.parameters),
         )
         self.link.enter("training")
+
+    def _write_state(self, folder: str) -> None:
+        """This rank's shards and, once, what network they are of: a checkpoint can be exported without its run."""
+        save_shards(self.engine, folder)
+        if self.ranks.first:
+            save_description(self.backbone, Path(folder, DESCRIPTION))
 
     def _finish(self) -> None:
         self.link.enter("writing the model")

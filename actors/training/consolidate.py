@@ -1,0 +1,86 @@
+"""Whole weights from a checkpoint of a run: DeepSpeed's shards put together again, without starting a training.
+
+A checkpoint is trusted: it is the state of a run that this project wrote, and torch unpickles it. Its folder `model/`
+describes the network (config and tokenizer, no weights); the shards hold a float32 master copy of every weight, in one
+piece a rank. `read_weights` is the only place that knows how they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+
+from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
+from actors.training.zero import TAG
+from model.errors import UserError
+
+DESCRIPTION = "model"
+WRAPPED = "causal_lm."  # the name of the network inside TrainingModel
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint's local folder, and how many steps it stands for."""
+
+    folder: Path
+    step: int
+
+    @property
+    def description(self) -> Path:
+        """The folder with config.json and tokenizer. Raises UserError where the checkpoint has none."""
+        found = self.folder / DESCRIPTION
+        if not (found / "config.json").is_file():
+            raise UserError(
+                f"{self.folder} does not describe its model (no {DESCRIPTION}/config.json): it was written by an older "
+                "version; run adapt once more on its output, which writes a new checkpoint."
+            )
+        return found
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every weight by its name in the network."""
+        return {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, dtype)}
+
+
+def is_checkpoint(source: str) -> bool:
+    """Whether a path or URI is a committed checkpoint of a run."""
+    if "://" not in source and not Path(source).expanduser().is_dir():
+        return False
+    filesystem, root = url_to_fs(source)
+    return bool(filesystem.exists(f"{root.rstrip('/')}/{COMMIT}"))
+
+
+@contextlib.contextmanager
+def open_checkpoint(source: str) -> Iterator[OpenCheckpoint]:
+    """The checkpoint at `<output>/checkpoints/step_N`. Raises UserError where it is not whole, or lies elsewhere."""
+    output, _, name = source.rstrip("/").rpartition(f"/{FOLDER}/")
+    if not output:
+        raise UserError(f"{source} is a checkpoint outside its run: give it as <output>/{FOLDER}/step_N.")
+    store = CheckpointStore(output, keep=1)
+    for commit in store.committed():
+        if store.place(commit.step).rpartition("/")[2] == name:
+            with store.opened(commit) as folder:
+                yield OpenCheckpoint(Path(folder), commit.step)
+            return
+    raise UserError(f"{source} is not whole: a file that its {COMMIT} lists is missing or has another size.")
+
+
+def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name in the trained module, tensor) of every weight, from float32; one at a time is whole in memory."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG, lazy_mode=True)
+    whole: dict[int, Tensor] = {}
+    for name, tensor in lazy.items():
+        if id(tensor) not in whole:  # tied weights are one object under two names
+            whole[id(tensor)] = tensor.contiguous().to(dtype)
+        yield name, whole[id(tensor)]

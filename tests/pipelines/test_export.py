@@ -1,0 +1,143 @@
+"""What export writes is an ordinary model with the weights it was given, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from model.backbone import load_backbone
+from pipelines.export import ExportConfig, plan, run
+from pipelines.exporting import proof
+from pipelines.jobkit import main
+from tests.adapters import build_adapter
+from tests.published import build_published
+from tests.training_runs import TrainingRun
+
+
+def export(output: Path, **keys: Any) -> int:
+    words = [word for name, value in keys.items() for word in (f"--{name}", str(value))]
+    return main("export", ExportConfig, run, plan, [*words, "--output", str(output)])
+
+
+def figures(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "manifest.json").read_text())["figures"]
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied, as the 1.5B", "untied, as the 7B"])
+def test_a_model_goes_to_the_published_layout_and_back_unchanged(
+    golden_model: Path, tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = build_published(golden_model, tmp_path / "published", tied=tied)
+    assert export(tmp_path / "ours", model=published, verify=str(not tied).lower()) == 0  # seconds: once is enough
+    told = "not verified" if tied else "loaded in a fresh process as Qwen2ForCausalLM, logits of 64 tokens"
+    assert told in capsys.readouterr().out
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["model_type"], config["block_diffusion"]["mask_token_id"]) == ("qwen2", 511)
+    assert export(tmp_path / "back", model=tmp_path / "ours", format="fast_dllm_v2", verify="false") == 0
+    assert same(weights(published), weights(tmp_path / "ours"))
+    assert same(weights(published), weights(tmp_path / "back"))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (published, tmp_path / "back"))
+    assert after.pop("auto_map").keys() == before.pop("auto_map").keys()
+    before.pop("transformers_version")
+    assert before == after, "every key of the published config.json, and no other"
+    assert not list((tmp_path / "back").glob("*.py")), "no remote code is copied"
+    back, original = load_backbone(tmp_path / "back"), load_backbone(published)
+    assert back.block_diffusion == original.block_diffusion
+    assert back.tokenizer.get_vocab() == original.tokenizer.get_vocab()
+
+
+def test_an_adapter_is_merged_as_peft_itself_does(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    adapter = build_adapter(tiny_model, tmp_path / "lora", seed=3)
+    assert export(tmp_path / "merged", model=tiny_model, adapter=adapter, verify="false") == 0
+    assert figures(tmp_path / "merged")["verified"] is False
+    expected = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tiny_model), adapter).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+    assert export(tmp_path / "merged", model=tiny_model, adapter=adapter) == 0
+    assert "is complete already" in capsys.readouterr().out
+    assert export(tmp_path / "merged", model=tiny_model) == 2, "another model under the same name is refused"
+
+
+def test_what_cannot_be_exported_is_one_sentence(
+    tiny_model: Path, tiny_adapted_model: Path, golden_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**keys: Any) -> str:
+        assert export(tmp_path / "out", **keys) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+        return lines[-1]
+
+    assert "--model is required" in refused()
+    assert "was not adapted" in refused(model=tiny_model, format="fast_dllm_v2")
+    assert "model_type llama" in refused(model=tiny_adapted_model, format="fast_dllm_v2")
+    other_mask = Path(shutil.copytree(golden_model, tmp_path / "other_mask"))
+    values = json.loads((golden_model / "config.json").read_text())
+    values["block_diffusion"]["mask_token_id"] = 5
+    (other_mask / "config.json").chmod(0o644)
+    (other_mask / "config.json").write_text(json.dumps(values))
+    assert "mask token 't5' (5)" in refused(model=other_mask, format="fast_dllm_v2")
+    (tmp_path / "run" / "checkpoints" / "step_3").mkdir(parents=True)
+    assert "is the output of adapt" in refused(model=tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_3" / "COMMIT.json").write_text(
+        json.dumps({"step": 3, "workers": 1, "identity": "x", "files": {"gone": 7}})
+    )
+    assert "is not whole" in refused(model=tmp_path / "run" / "checkpoints" / "step_3")
+
+
+def test_a_folder_that_says_something_else_is_not_published(
+    golden_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A weight is changed on disk between writing and the fresh process."""
+    asked = proof._ask
+
+    def tampered(folder: Path, question: Path, kind: str) -> dict[str, Any]:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.2.mlp.up_proj.weight"] *= 1.5
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return asked(folder, question, kind)
+
+    monkeypatch.setattr(proof, "_ask", tampered)
+    assert export(tmp_path / "out", model=golden_model) == 1
+    assert "gives other logits in a fresh process" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".export-")]
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_exports_as_the_model_that_the_run_wrote(
+    uninterrupted: TrainingRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = uninterrupted.output / "checkpoints" / "step_60"
+    assert export(tmp_path / "out", model=checkpoint) == 0
+    assert figures(tmp_path / "out")["step"] == 60
+    assert same(weights(tmp_path / "out"), weights(uninterrupted.output / "model"))
+    ours, runs = load_backbone(tmp_path / "out"), load_backbone(uninterrupted.output / "model")
+    assert ours.block_diffusion == runs.block_diffusion and ours.stop_token_ids == runs.stop_token_ids
+    earlier = uninterrupted.output / "checkpoints" / "step_50"
+    assert export(tmp_path / "earlier", model=earlier, verify="false") == 0
+    assert not same(weights(tmp_path / "earlier"), weights(tmp_path / "out"))
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), type(runs.model))
+    assert not isinstance(runs.model, Qwen2ForCausalLM)

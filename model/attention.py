@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,24 @@ class AttentionPlan(Protocol):
         ...
 
 
+@runtime_checkable
+class CappingPlan(AttentionPlan, Protocol):
+    """A plan that also attends with capped scores, cap * tanh(score / cap) (Gemma 2)."""
+
+    def attend_capped(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float,
+    ) -> Tensor:
+        """As `attend`."""
+        ...
+
+
 def blockcast_attention(
     module: nn.Module,
     query: Tensor,
@@ -61,14 +79,18 @@ def blockcast_attention(
         raise UserError(
             "A Blockcast model was called without attention_plan: pass one, or load it with attn_implementation='sdpa'."
         )
-    if softcap is not None or s_aux is not None:
+    if (softcap is not None and not isinstance(attention_plan, CappingPlan)) or s_aux is not None:
         raise UserError(
             f"{type(module).__name__} caps its attention scores or uses sinks, which Blockcast does not support yet."
         )
     if dropout:
         raise UserError("Attention dropout is not supported: set attention_dropout to 0 in the model's config.json.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attention_plan.attend(cast(int, module.layer_idx), query, key, value, scale, sliding_window)
+    layer = cast(int, module.layer_idx)
+    if softcap is not None and isinstance(attention_plan, CappingPlan):
+        out = attention_plan.attend_capped(layer, query, key, value, scale, sliding_window, softcap)
+    else:
+        out = attention_plan.attend(layer, query, key, value, scale, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
 

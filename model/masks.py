@@ -60,6 +60,14 @@ def block_diffusion(q: Tokens, k: Tokens) -> Tensor:
     return same_document(q, k) & (m_bd(q, k) | m_obc(q, k) | m_bc(q, k))
 
 
+def two_tower(q: Tokens, k: Tokens) -> Tensor:
+    """The denoiser tower of TwoTower (arXiv 2606.26493): the context strictly before the own block, and the own block.
+
+    `block` holds a noisy block's first position, and a clean token's own position: blocks may start anywhere.
+    """
+    return same_document(q, k) & (m_bd(q, k) | m_obc(q, k))
+
+
 def causal(q: Tokens, k: Tokens) -> Tensor:
     """Next-token training and AR decoding."""
     return same_document(q, k) & (k.position <= q.position)

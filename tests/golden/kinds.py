@@ -1,7 +1,8 @@
 """Golden cases: finding them, and the recorded model.
 
-A kind of case is named by `meta.kind` of its file. A module `kinds_*.py` in this folder holds `KINDS`, from the kind's
-name to the function that replays a case: it gets the case, the file's meta and the folder of the model, and asserts.
+A kind of case is named by `meta.kind` of its file. A module `kinds_*.py` in this folder holds `METHOD`, the method whose
+cases it replays, and `KINDS`, from the kind's name to the function that replays a case: it gets the case, the file's
+meta and the folder of the model, and asserts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from model.backbone import Backbone, load_backbone
 Replay = Callable[[dict[str, Any], dict[str, Any], Path], None]
 
 
-def load_kinds() -> dict[str, Replay]:
-    """All kinds of this folder's modules."""
-    kinds: dict[str, Replay] = {}
+def load_kinds() -> dict[tuple[str, str], Replay]:
+    """All kinds of this folder's modules, by (method, kind)."""
+    kinds: dict[tuple[str, str], Replay] = {}
     for path in sorted(Path(__file__).parent.glob("kinds_*.py")):
-        found = importlib.import_module(f"tests.golden.{path.stem}").KINDS
+        module = importlib.import_module(f"tests.golden.{path.stem}")
+        found = {(module.METHOD, kind): replay for kind, replay in module.KINDS.items()}
         assert not found.keys() & kinds.keys(), f"{path.name} names a kind that another module has"
         kinds |= found
     return kinds

@@ -20,6 +20,9 @@ from model.decoding import Decoder, GenerationRequest, Phase, Reveal, Row, Turn
 from tests.golden.kinds import golden_backbone
 
 
+METHOD = "fast_dllm_v2"
+
+
 @dataclass
 class Block:
     """A working block as it was decoded."""

@@ -18,6 +18,7 @@ from model.masks import CLEAN, NOISY_1, block_diffusion, dense, stream_tokens
 from model.objective import BlockDiffusion, TrainingModel, hidden_states, token_losses
 from tests.oracles import logits_of
 
+METHOD = "fast_dllm_v2"
 # Parameters are float64, transformers' norm and rope round to float32 inside: the README's second row.
 RELATIVE = 1e-6
 CE_ABSOLUTE = 1e-8

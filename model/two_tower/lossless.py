@@ -1,0 +1,189 @@
+"""Lossless decoding: the denoiser drafts, the context tower verifies, and the output is the base model's own.
+
+    round:  slot 0 is what AR decoding writes next (the context tower's last logits know it)
+            the denoiser drafts the other slots behind it, in a few steps
+            one commit forward reads the draft and yields the AR logits of every slot
+            the longest beginning that AR decoding would have written is kept, and the logit behind it opens the next
+
+Greedy: token for token the base model's output, whatever is drafted. With a temperature each drafted token x is kept
+with probability min(1, p(x) / q(x)), else replaced by a draw from max(0, p - q): the tokens are distributed exactly as
+AR sampling's (Leviathan et al., arXiv 2211.17192). That needs x to be a draw from q that nothing drafted elsewhere has
+steered, so only the last step of a draft draws; what earlier steps reveal is their most likely token (q is then 1
+there). Recurrent states cannot be cropped: those before the round are kept, and a kept beginning is read again from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.decoding.requests import SamplingParams
+from model.decoding.sampling import uniform
+from model.two_tower.decoding import TowerAnswer, TowerRequest, Writing, next_tokens, open_rows
+from model.two_tower.reader import Reader
+from model.two_tower.towers import TwoTower
+
+ACCEPT, REPLACE, DRAFT = -1, -2, -3  # steps of the noise stream that no denoising step uses
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposals for the slots 1 .. n of a row's round: tokens int64 [n], and the distributions q [n, V] of their draws.
+
+    q None: the tokens are no draws but fixed, which is what a greedy request needs.
+    """
+
+    tokens: Tensor
+    q: Tensor | None = None
+
+
+Drafter = Callable[[Reader, Sequence[Writing], Sequence[int], int], list[Draft]]
+"""(reader, rows, their first tokens, how many slots each) -> a draft a row."""
+
+
+def write_lossless(
+    towers: TwoTower, requests: Sequence[TowerRequest], *, steps: int = 1, drafter: Drafter | None = None
+) -> list[TowerAnswer]:
+    """Continue all requests with exactly the base model's output.
+
+    steps: denoising forwards of a draft. drafter: another source of drafts than the denoiser; it may propose anything.
+    """
+    reader, rows = open_rows(towers, requests)
+    draft = drafter or denoiser_drafter(steps)
+    for row in rows:
+        row.write(next_tokens([row]))
+    while working := [row for row in rows if not row.done]:
+        heads = [row.answer.written[-1] for row in working]
+        drafts = draft(reader, working, heads, towers.config.block_size - 1)
+        proposals = torch.stack([torch.cat((torch.tensor([h]), d.tokens)) for h, d in zip(heads, drafts, strict=True)])
+        stretches = [row.stretch for row in working]
+        reading = reader.read(stretches, proposals)
+        for index, row in enumerate(working):
+            kept, following = verify(row, drafts[index], reading.logits[index])
+            _commit(reader, row, proposals[index], kept, reading.logits[index], reading.states[index])
+            row.answer.forwards["commit"] += 1
+            row.answer.accepted.append(kept)
+            row.write([*proposals[index, 1:kept].tolist(), following])
+    return [row.answer for row in rows]
+
+
+def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
+    """(tokens of the round that stand, slot 0 included; the token that follows them).
+
+    logits: [S, V], the context tower's behind each token of the round.
+    """
+    count = len(draft.tokens)
+    if row.request.sampling.greedy:
+        written = logits.argmax(-1).tolist()
+        wrong = [slot for slot in range(count) if int(draft.tokens[slot]) != written[slot]]
+        kept = wrong[0] if wrong else count
+        return kept + 1, written[kept]
+    p = target_distribution(logits.cpu(), row.request.sampling)
+    positions = row.stretch.length + 1 + torch.arange(count + 1)  # of slots 1 .. n, and behind them
+    accept, replace = (_noise(row, positions, step) for step in (ACCEPT, REPLACE))
+    for slot in range(count):
+        token = int(draft.tokens[slot])
+        q = one_hot(token, p.shape[1]) if draft.q is None else _fitted(draft.q[slot], p.shape[1])
+        if token < p.shape[1] and accept[slot] * q[token] < p[slot, token]:
+            continue
+        return slot + 1, draw((p[slot] - q).clamp(min=0), p[slot], replace[slot])
+    return count + 1, draw(p[count], p[count], replace[count])
+
+
+def _noise(row: Writing, positions: Tensor, step: int) -> Tensor:
+    """Uniform numbers [n] of the request's noise stream at positions int64 [n]."""
+    return uniform(torch.full_like(positions, row.request.sampling.seed), positions, torch.full_like(positions, step))
+
+
+def draw(weights: Tensor, otherwise: Tensor, at: Tensor) -> int:
+    """Invert the cumulative weights [V] at a uniform number; `otherwise` where rounding left no weight at all."""
+    if not weights.sum() > 0:
+        weights = otherwise
+    cumulative = weights.cumsum(0)
+    found = torch.searchsorted(cumulative, (at * cumulative[-1])[None], right=True)
+    return int(found.clamp(max=len(weights) - 1))
+
+
+def target_distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """What AR decoding draws from, float64 [n, V]: after temperature, top-k, top-p and min-p."""
+    ranked, order = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    weight = ranked.softmax(-1)
+    if sampling.top_k:
+        weight[:, sampling.top_k :] = 0
+    total = weight.sum(-1, keepdim=True)
+    weight = weight.masked_fill(weight.cumsum(-1) - weight >= sampling.top_p * total, 0.0)
+    weight = weight.masked_fill(weight < sampling.min_p * weight[:, :1], 0.0)
+    weight = weight / weight.sum(-1, keepdim=True)
+    return torch.zeros_like(weight).scatter(1, order, weight)
+
+
+def one_hot(token: int, vocabulary: int) -> Tensor:
+    """All weight on one token, none where it is outside the vocabulary."""
+    q = torch.zeros(vocabulary, dtype=torch.float64)
+    if token < vocabulary:
+        q[token] = 1.0
+    return q
+
+
+def _fitted(q: Tensor, vocabulary: int) -> Tensor:
+    """A denoiser may know tokens that the context tower's head does not (a mask token of its own): they have none."""
+    q = q.double()[:vocabulary]
+    return torch.nn.functional.pad(q, (0, vocabulary - len(q)))
+
+
+def _commit(reader: Reader, row: Writing, tokens: Tensor, kept: int, logits: Tensor, states: dict) -> None:  # type: ignore[type-arg]
+    """The context tower keeps the first tokens of the round. Keys and values behind them are overwritten later."""
+    if kept < len(tokens) and row.stretch.states:
+        reader.extend([row.stretch], tokens[None, :kept])
+    else:
+        reader.commit(row.stretch, kept, logits[kept - 1], states)
+
+
+# ------------------------------------------------------------------------------------------------- drafts
+def denoiser_drafter(steps: int) -> Drafter:
+    """The denoiser's drafts in so many forwards: all but the last reveal their surest slots, the last all others."""
+
+    def drafter(reader: Reader, rows: Sequence[Writing], heads: Sequence[int], count: int) -> list[Draft]:
+        mask = reader.towers.config.mask_token_id
+        canvases = torch.full((len(rows), count + 1), mask)
+        canvases[:, 0] = torch.tensor(heads)
+        masked = torch.ones_like(canvases, dtype=torch.bool)
+        masked[:, 0] = False
+        fixed = torch.zeros_like(masked)
+        for left in range(steps, 0, -1):
+            logits = reader.denoise([r.stretch for r in rows], canvases, masked.double().mean(1)).cpu()
+            for row in rows:
+                row.answer.forwards["denoise"] += 1
+            logits[..., mask] = -torch.inf
+            if left == 1:
+                return [_last_step(row, *parts) for row, *parts in zip(rows, logits, canvases, fixed, strict=True)]
+            confidence, best = logits.double().softmax(-1).max(-1)
+            surest = confidence.masked_fill(~masked, -1.0).argsort(1, descending=True)
+            opens = torch.zeros_like(masked).scatter(1, surest[:, : -(-count // steps)], True) & masked
+            canvases = torch.where(opens, best, canvases)
+            masked, fixed = masked & ~opens, fixed | opens
+            if not masked.any():
+                return [Draft(canvas[1:], _points(canvas[1:], logits.shape[-1])) for canvas in canvases]
+        raise AssertionError("a draft takes at least one step")
+
+    return drafter
+
+
+def _last_step(row: Writing, logits: Tensor, canvas: Tensor, fixed: Tensor) -> Draft:
+    """What is still masked, all at once: independent draws where the request draws."""
+    if row.request.sampling.greedy:
+        return Draft(torch.where(fixed, canvas, logits.argmax(-1))[1:])
+    q = target_distribution(logits, row.request.sampling)
+    at = _noise(row, row.stretch.length + torch.arange(len(canvas)), DRAFT)
+    drawn = torch.tensor([draw(q[slot], q[slot], at[slot]) for slot in range(len(canvas))])
+    tokens = torch.where(fixed, canvas, drawn)
+    q = torch.where(fixed[:, None], _points(canvas, q.shape[1]), q)
+    return Draft(tokens[1:], q[1:])
+
+
+def _points(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Distributions [n, V] with all weight on the tokens [n]."""
+    return torch.nn.functional.one_hot(tokens, vocabulary).double()

@@ -1,0 +1,172 @@
+"""What the towers attend to: the context tower's keys and values, read by the denoiser and written by nobody else.
+
+Rows are folded: a tower runs on [R, n], so that recurrent layers keep rows apart, and attends in one sequence
+[1, R * n] under a plan. A context pass records the rotated keys and values of every layer (`Recording`); the denoiser
+attends to [context ; own block] under `masks.two_tower` (`Beside`), and nothing is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from model.attention import AttentionPlan, CappingPlan, StreamPlan, within_window
+from model.errors import UserError
+from model.masks import CLEAN, NOISY_1, Predicate, Tokens, causal, two_tower
+
+KeysValues = dict[int, tuple[Tensor, Tensor]]  # by layer: [1, Hkv, T, D] each, rotated
+TILE = 128  # queries of a tile of capped attention
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A plan of one sequence, for a batch of rows: query [R, Hq, n, D] of R rows of n tokens."""
+
+    plan: AttentionPlan
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        out = self.plan.attend(layer, _joined(query), _joined(key), _joined(value), scale, sliding_window)
+        return _rows(out, query.shape[0])
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        if not isinstance(self.plan, CappingPlan):
+            raise UserError("This model caps its attention scores, which the plan of this forward cannot do.")
+        out = self.plan.attend_capped(layer, _joined(query), _joined(key), _joined(value), scale, window, softcap)
+        return _rows(out, query.shape[0])
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Causal attention of the context tower over T tokens, which keeps every layer's keys and values."""
+
+    tokens: Tokens
+    streams: StreamPlan
+    kept: KeysValues = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        self.kept[layer] = (key.detach(), value.detach())
+        return self.streams.attend(layer, query, key, value, scale, sliding_window)
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        self.kept[layer] = (key.detach(), value.detach())
+
+        def allowed(rows: slice) -> Tensor:
+            q, k = self.tokens.at((rows, None)), self.tokens.at((None, slice(None)))
+            return within_window(causal(q, k), q, k, window)
+
+        return capped_attention(query, key, value, allowed, scale, softcap)
+
+
+def recording(documents: Tensor, positions: Tensor) -> Recording:
+    """documents, positions: int64 [T] of the clean tokens; TAIL as a document is padding, which sees itself only."""
+    tokens = Tokens(torch.full_like(positions, CLEAN), documents, torch.arange(len(positions)), positions)
+    streams = StreamPlan(_on(tokens, documents.device), len(positions), 1, causal, last_layer=-1)
+    return Recording(streams.tokens, streams)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The denoiser's attention: N blocks of S tokens in one sequence, over recorded keys and values and themselves."""
+
+    streams: StreamPlan
+    kept: KeysValues
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        keys, values = self._with_context(layer, key, value)
+        nothing = query.new_zeros((1, query.shape[1], self.streams.clean, query.shape[3]))
+        queries = torch.cat((nothing, query), dim=2)
+        out = self.streams.attend(self.streams.last_layer, queries, keys, values, scale, sliding_window)
+        return out[:, :, self.streams.clean :]
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        keys, values = self._with_context(layer, key, value)
+        clean, tokens = self.streams.clean, self.streams.tokens
+
+        def allowed(rows: slice) -> Tensor:
+            q = tokens.at((slice(clean + rows.start, clean + rows.stop), None))
+            k = tokens.at((None, slice(None)))
+            seen = two_tower(q, k)
+            return seen & (within_window(seen, q, k, window) | (k.stream != CLEAN))
+
+        return capped_attention(query, keys, values, allowed, scale, softcap)
+
+    def _with_context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[context ; own], on the denoiser's device; the context's part carries no gradient."""
+        context_key, context_value = (x.to(key.device, key.dtype) for x in self.kept[layer])
+        return torch.cat((context_key, key), dim=2), torch.cat((context_value, value), dim=2)
+
+
+def beside(
+    kept: KeysValues,
+    context_documents: Tensor,
+    context_positions: Tensor,
+    block_documents: Tensor,
+    block_starts: Tensor,
+    block_size: int,
+) -> Beside:
+    """Documents and positions int64 [T] of context tokens; document and first position int64 [N] of each block."""
+    own = torch.arange(block_size, device=block_starts.device)
+    tokens = Tokens(
+        stream=torch.cat(
+            (
+                torch.full_like(context_positions, CLEAN),
+                torch.full_like(block_starts, NOISY_1).repeat_interleave(block_size),
+            )
+        ),
+        document=torch.cat((context_documents, block_documents.repeat_interleave(block_size))),
+        block=torch.cat((context_positions, block_starts.repeat_interleave(block_size))),
+        position=torch.cat((context_positions, (block_starts[:, None] + own).flatten())),
+    )
+    return Beside(StreamPlan(tokens, len(context_positions), block_size, two_tower, last_layer=-1), kept)
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Callable[[slice], Tensor], scale: float, softcap: float
+) -> Tensor:
+    """Attention with scores cap * tanh(score / cap), [1, Hq, T, D], tile by tile; every query must see something.
+
+    allowed: bool [rows, keys] of a slice of queries.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = []
+    for start in range(0, query.shape[2], TILE):
+        rows = slice(start, min(start + TILE, query.shape[2]))
+        scores = (query[:, :, rows].to(wide) @ key.to(wide).transpose(-1, -2)) * scale
+        scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~allowed(rows).to(scores.device), -torch.inf).softmax(-1)
+        out.append(weights.to(value.dtype) @ value)
+    return torch.cat(out, dim=2)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[R, H, n, D] -> [1, H, R * n, D]."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _rows(x: Tensor, rows: int) -> Tensor:
+    """[1, H, R * n, D] -> [R, H, n, D]."""
+    return x[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _on(tokens: Tokens, device: torch.device) -> Tokens:
+    return Tokens(*(x.to(device) for x in tokens))
+
+
+__all__ = ["Beside", "Folded", "KeysValues", "Predicate", "Recording", "beside", "capped_attention", "recording"]

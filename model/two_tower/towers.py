@@ -1,0 +1,194 @@
+"""The two towers: a frozen reader and a trained writer, both made of one pretrained AR model.
+
+    context tower   causal, clean tokens, no gradients; owns the only prefix cache
+    denoiser tower  a clone with time conditioning; reads one noisy block, both directions, over the context's layers
+
+Any Hugging Face decoder that takes the project's attention will do: dense, experts, hybrids with recurrent layers.
+Source: TwoTower (arXiv 2606.26493).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from model.attention import NAME, AttentionPlan
+from model.errors import UserError
+from model.masks import Tokens
+from model.two_tower.boundaries import recurrent_mixers
+from model.two_tower.config import TwoTowerConfig
+from model.two_tower.modulation import Modulation, TimeConditioning, check_hooks
+from model.two_tower.prefix import Folded, recording
+from model.two_tower.recurrent import StateCache, States
+from model.two_tower.sublayers import decoder_layers, sublayers_of
+
+
+class ContextTower:
+    """The frozen reader. Not a module: no optimiser, no gradient partition and no checkpoint ever holds it."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        require_plan_attention(causal_lm)
+        unclamp_time_steps(causal_lm)
+        self.causal_lm = causal_lm.eval().requires_grad_(False)
+        self.layers = len(decoder_layers(causal_lm))
+        self.recurrent = bool(recurrent_mixers(causal_lm))
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head: what a logit is counted over."""
+        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
+
+    def cache(self, seeds: States, tokens: int) -> StateCache | None:
+        """The state cache of a forward of so many tokens a row, None without recurrent layers."""
+        return StateCache(self.layers, seeds, one_token=tokens == 1) if self.recurrent else None
+
+    def read(
+        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, cache: StateCache | None, keep: Tensor
+    ) -> Tensor:
+        """Logits [M, V] where `keep`, bool [R, n]; ids and positions int64 [R, n]; plan: for [1, R * n]."""
+        with torch.no_grad():
+            return run_tower(self.causal_lm, ids, positions, plan, cache, keep)
+
+
+class Denoiser(nn.Module):
+    """The writer: a causal LM, its time conditioning, and the hooks between them.
+
+    `causal_lm` keeps its parameter names, so it saves as an ordinary checkpoint; `time` is a small file beside it.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, order: str = "norm_first") -> None:
+        """Raises UserError for a model whose layers are arranged in a way that is not known."""
+        super().__init__()
+        require_plan_attention(causal_lm)
+        unclamp_time_steps(causal_lm)
+        sublayers = sublayers_of(causal_lm)
+        self.causal_lm = causal_lm
+        self.layers = len(decoder_layers(causal_lm))
+        self.recurrent = bool(recurrent_mixers(causal_lm))
+        self.time = TimeConditioning(
+            int(causal_lm.config.get_text_config().hidden_size), [sublayer.slot for sublayer in sublayers]
+        ).to(causal_lm.device, causal_lm.dtype)
+        self.modulation = Modulation(sublayers, order)
+        check_hooks(causal_lm, self.modulation, len(sublayers), _four_tokens(causal_lm.device))
+        for layer in decoder_layers(causal_lm):
+            layer._can_checkpoint_with_cache = True  # its cache is only read
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        times: Tensor,
+        time_index: Tensor,
+        plan: AttentionPlan,
+        seeds: States,
+        keep: Tensor,
+    ) -> Tensor:
+        """Logits [M, V] where `keep`, bool [N, S], of N noisy blocks; ids and positions int64 [N, S].
+
+        times [T] in [0, 1], time_index int64 [N]: which of them a block has. plan: for [1, N * S]. seeds: the context
+        tower's states before each block, moved here if they lie elsewhere.
+        """
+        self.modulation.set(self.time(times), time_index.to(self.device))
+        cache = None
+        if self.recurrent:
+            moved = {layer: state.to(self.device) for layer, state in seeds.items()}
+            cache = StateCache(self.layers, moved, one_token=ids.shape[1] == 1)
+        return run_tower(self.causal_lm, ids, positions, plan, cache, keep)
+
+
+@dataclass
+class TwoTower:
+    """A model: both towers, or the context tower alone (AR mode and likelihoods need no more)."""
+
+    context: ContextTower
+    denoiser: Denoiser | None
+    config: TwoTowerConfig
+
+    def writer(self) -> Denoiser:
+        """The denoiser. Raises UserError where the model was loaded without one."""
+        if self.denoiser is None:
+            raise UserError("This TwoTower model was loaded without its denoiser: only AR mode and likelihoods work.")
+        return self.denoiser
+
+
+def build_two_tower(causal_lm: PreTrainedModel, config: TwoTowerConfig) -> TwoTower:
+    """Both towers from one pretrained model, which becomes the context tower; the denoiser is a copy of it.
+
+    The copy equals the model bit for bit at every time. Move it with `.to(device)` to keep the towers on two devices.
+    Raises UserError for a mask token that the model does not know, or a block larger than its attention's reach.
+    """
+    check_config(causal_lm, config)
+    clone = copy.deepcopy(causal_lm)  # its own weights and its own config, which a forward may write to
+    denoiser = Denoiser(clone.requires_grad_(True), config.order)
+    return TwoTower(ContextTower(causal_lm), denoiser, config)
+
+
+def check_config(causal_lm: PreTrainedModel, config: TwoTowerConfig) -> None:
+    """Raises UserError where config and model do not fit."""
+    rows = causal_lm.get_input_embeddings().num_embeddings
+    if config.mask_token_id >= rows:
+        raise UserError(f"mask_token_id {config.mask_token_id} is outside the model's vocabulary of {rows}.")
+    window = getattr(causal_lm.config.get_text_config(), "sliding_window", None)
+    if window is not None and window < config.block_size:
+        raise UserError(f"block_size {config.block_size} is larger than the model's sliding window of {window}.")
+
+
+def require_plan_attention(causal_lm: PreTrainedModel) -> None:
+    """Raises UserError for a model that was loaded with another attention than the project's."""
+    if causal_lm.config._attn_implementation != NAME:
+        raise UserError(
+            f"A tower needs attn_implementation={NAME!r}, not {causal_lm.config._attn_implementation!r}: "
+            "load it with model.backbone.load_backbone."
+        )
+
+
+def unclamp_time_steps(causal_lm: PreTrainedModel) -> None:
+    """Nemotron-H in transformers clamps Mamba's time step from below in forwards of many tokens only; the published
+    code never does. Without the clamp both forms of a layer agree, and tokens do not depend on how they are grouped."""
+    if causal_lm.config.model_type == "nemotron_h":
+        for mixer in recurrent_mixers(causal_lm).values():
+            mixer.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+
+
+def run_tower(
+    causal_lm: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    plan: AttentionPlan,
+    cache: StateCache | None,
+    keep: Tensor,
+    **options: Any,
+) -> Tensor:
+    """One forward of rows [R, n] under a plan for [1, R * n]; the model's own head at the kept places, [M, V]."""
+    device = causal_lm.device
+    out = causal_lm(
+        input_ids=ids.to(device),
+        position_ids=positions.to(device),
+        cache=cache,
+        use_cache=False,
+        attention_plan=Folded(plan),
+        logits_to_keep=keep.to(device),
+        **options,
+    )
+    logits: Tensor = out.logits
+    return logits
+
+
+def _four_tokens(device: torch.device) -> Any:
+    positions = torch.arange(4, device=device)
+    plan = recording(torch.zeros_like(positions), positions)
+    assert isinstance(plan.tokens, Tokens)
+    return Folded(plan)

@@ -1,0 +1,149 @@
+"""The training pass: one causal pass of the frozen context tower, one pass of the denoiser over all noisy blocks.
+
+The denoiser has L queries over 2L keys: each block sees the context's keys and values before it, and itself. Labels
+stand at the same position, there is no token shift. Loss: cross-entropy at masked positions; the caller divides the sum
+by the number of masked positions in the *global* batch. Training drops the bound's weight 1/t; `held_out_bound` has it.
+Source: TwoTower (arXiv 2606.26493); Megatron-LM's masked training loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.errors import UserError
+from model.layout import RowBatch
+from model.objective import HELD_OUT_EPOCH, evaluating
+from model.two_tower.boundaries import Boundaries
+from model.two_tower.layout import TwoTowerBatch, draw_corruption, lay_out_two_tower
+from model.two_tower.prefix import KeysValues, beside, recording
+from model.two_tower.recurrent import States
+from model.two_tower.towers import ContextTower, Denoiser, TwoTower
+
+
+@dataclass(frozen=True)
+class ContextStates:
+    """What the context tower read: keys and values of every layer, and recurrent states before every block."""
+
+    kept: KeysValues
+    seeds: States
+
+
+def read_context(context: ContextTower, batch: TwoTowerBatch, *, fold: bool = True) -> ContextStates:
+    """One pass without gradients. fold: see `Boundaries`."""
+    batch = batch.to(context.device)
+    plan = recording(batch.context_documents.flatten(), batch.context_positions.flatten())
+    keep = torch.zeros_like(batch.context_ids, dtype=torch.bool)
+    keep[0, 0] = True  # the head has nothing to say here, but every rank of ZeRO must run it
+    cache = context.cache({}, 2)
+    if cache is None:
+        context.read(batch.context_ids, batch.context_positions, plan, None, keep)
+        return ContextStates(plan.kept, {})
+    boundaries = Boundaries(context.causal_lm, batch.block_row, batch.block_offset, fold=fold)
+    with boundaries.watching(cache):
+        context.read(batch.context_ids, batch.context_positions, plan, cache, keep)
+    return ContextStates(plan.kept, boundaries.states)
+
+
+class TwoTowerTraining(nn.Module):
+    """The denoiser and its loss in one module, for DeepSpeed to wrap; the context tower stays outside."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+
+    def forward(self, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
+        """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's masked positions."""
+        return token_losses(self.denoiser, batch, states).sum() * batch.weight
+
+
+def denoised_logits(
+    denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates, keep: Tensor | None = None
+) -> Tensor:
+    """Logits [M, V] at the masked positions, or where `keep`, bool [N, S]; in the order of `tensor[keep]`."""
+    batch = batch.to(denoiser.device)
+    plan = beside(
+        states.kept,
+        batch.context_documents.flatten(),
+        batch.context_positions.flatten(),
+        batch.block_document,
+        batch.block_start,
+        batch.noisy_ids.shape[1],
+    )
+    keep = batch.masked if keep is None else keep
+    logits: Tensor = denoiser(batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep)
+    return logits
+
+
+def token_losses(denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
+    """Cross-entropy of each masked position, [M]; the mask token stays in the softmax."""
+    logits = denoised_logits(denoiser, batch, states)
+    targets = batch.targets.to(logits.device)[batch.masked.to(logits.device)]
+    return functional.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"
+    )
+
+
+@dataclass(frozen=True)
+class TwoTowerObjective:
+    """Packed rows to batches. Depends on (seed, sample id, epoch), not on topology."""
+
+    block_size: int
+    mask_token_id: int
+    seed: int
+    document_rows: bool
+
+    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TwoTowerBatch:
+        epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
+        return lay_out_two_tower(
+            rows,
+            draw_corruption(rows, self.seed, sample_ids, epochs),
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            document_rows=self.document_rows,
+            sample_ids=sample_ids,
+        )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out figures in nats. loss: mean cross-entropy at masked positions, as trained.
+
+    bound: of the negative log-likelihood per supervised token, each masked position weighted by 1/t: its exponential is
+    the perplexity's upper bound. loss_by_t: mean loss of masked positions in ten equal stretches of t, None where none.
+    """
+
+    loss: float
+    bound: float
+    loss_by_t: list[float | None]
+
+
+def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterable[RowBatch]) -> HeldOut:
+    """Fixed, seeded times and masks; the same rows get the same ones whatever their grouping.
+
+    Raises UserError when nothing is supervised.
+    """
+    denoiser = towers.writer()
+    sums, counts = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    bound, supervised, seen = 0.0, 0, 0
+    with evaluating(denoiser):
+        for part in rows:
+            count = part.input_ids.shape[0]
+            batch = objective.batch(part, range(seen, seen + count), HELD_OUT_EPOCH)
+            seen, supervised = seen + count, supervised + batch.supervised_tokens
+            if not batch.weight:
+                continue
+            losses = token_losses(denoiser, batch, read_context(towers.context, batch)).double().cpu()
+            t = batch.times.double()[batch.time_index][:, None].expand_as(batch.masked)[batch.masked]
+            bound += float((losses / t).sum())
+            bucket = (t * 10).long().clamp(max=9)
+            sums += torch.zeros_like(sums).scatter_add(0, bucket, losses)
+            counts += torch.bincount(bucket, minlength=10)
+    if not supervised:
+        raise UserError("The held-out rows hold no supervised token: check that the data has assistant turns.")
+    by_t = [float(s / c) if c else None for s, c in zip(sums, counts, strict=True)]
+    return HeldOut(float(sums.sum() / counts.sum().clamp(min=1)), bound / supervised, by_t)

@@ -1,0 +1,91 @@
+"""Tiny random decoders of every architecture that TwoTower is tested on, and slow, obvious forms of what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from model.attention import NAME
+from model.two_tower.config import TwoTowerConfig
+from model.two_tower.towers import TwoTower, build_two_tower
+
+VOCAB, MASK, BLOCK = 96, 3, 4
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0},
+    "phi3": {"sliding_window": None},
+    "olmo2": {},
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "nemotron_h": {"num_hidden_layers": 4, "hybrid_override_pattern": "M*E-", "mamba_num_heads": 4, "mamba_head_dim": 8,
+                   "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "n_group": 1,
+                   "topk_group": 1},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 24, "mamba_expand": 2,
+                         "position_embedding_type": "rope"},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "attention_in_multiplier": 0.8, "ssm_out_multiplier": 0.7,
+                  "lm_head_multiplier": 0.5},
+    "qwen3_next": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                   "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                   "shared_expert_intermediate_size": 24},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+HYBRIDS = ("nemotron_h", "granitemoehybrid", "falcon_h1", "qwen3_next", "lfm2")
+
+
+def tiny_decoder(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of this architecture, in eval mode, with the project's attention."""
+    values = {**COMMON, **CONFIGS[kind], **overrides}
+    if kind == "gpt2":
+        values = {k: v for k, v in values.items() if k not in ("hidden_size", "num_hidden_layers", "head_dim")}
+    config = AutoConfig.for_model(kind, **values)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, experts_implementation="eager")
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # what starts at 0 or 1 would hide mistakes
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model.to(dtype).eval()
+
+
+def tiny_towers(kind: str, dtype: torch.dtype = torch.float64, *, trained: bool = True, order: str = "norm_first",
+                **overrides: Any) -> TwoTower:  # fmt: skip
+    """Both towers. trained: the denoiser and its time conditioning moved away from the context tower."""
+    towers = build_two_tower(tiny_decoder(kind, dtype, **overrides), TwoTowerConfig(BLOCK, MASK, order=order))
+    if trained:
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in towers.writer().parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    towers.writer().eval()
+    return towers

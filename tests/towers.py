@@ -1,16 +1,19 @@
-"""Tiny random decoders of every architecture that TwoTower is tested on, and slow, obvious forms of what it computes."""
+"""Tiny random decoders of every architecture that TwoTower is tested on, packed chats, and decoding by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from model.attention import NAME
+from model.layout import RowBatch
 from model.two_tower.config import TwoTowerConfig
+from model.two_tower.layout import Corruption, TwoTowerBatch, draw_corruption, lay_out_two_tower
+from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower, build_two_tower
 
 VOCAB, MASK, BLOCK = 96, 3, 4
@@ -38,7 +41,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "mistral": {"sliding_window": 6},
-    "gemma2": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0},
+    "gemma2": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+               "attn_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0},
@@ -78,14 +82,78 @@ def tiny_decoder(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0, *
     return model.to(dtype).eval()
 
 
-def tiny_towers(kind: str, dtype: torch.dtype = torch.float64, *, trained: bool = True, order: str = "norm_first",
-                **overrides: Any) -> TwoTower:  # fmt: skip
+def tiny_towers(
+    kind: str, dtype: torch.dtype = torch.float64, *, trained: bool = True, order: str = "norm_first", **overrides: Any
+) -> TwoTower:
     """Both towers. trained: the denoiser and its time conditioning moved away from the context tower."""
     towers = build_two_tower(tiny_decoder(kind, dtype, **overrides), TwoTowerConfig(BLOCK, MASK, order=order))
     if trained:
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in towers.writer().parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        scatter(towers)
     towers.writer().eval()
     return towers
+
+
+@cache
+def shared_towers(kind: str) -> TwoTower:
+    """The same towers for every test that leaves them as they are."""
+    return tiny_towers(kind)
+
+
+def scatter(towers: TwoTower, seed: int = 7) -> None:
+    """Move every parameter of the denoiser and of its time conditioning."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in towers.writer().parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def chat_rows(seed: int = 0) -> RowBatch:
+    """Two packed rows of 28: a chat of two turns and a short one, with a tail; and one long document."""
+    ids = torch.randint(4, VOCAB, (2, 28), generator=torch.Generator().manual_seed(seed))
+    documents, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    positions = torch.arange(28).repeat(2, 1)
+    documents[0, 17:], documents[0, 26:], documents[1, 25:] = 1, -1, -1
+    positions[0, 17:] -= 17
+    for row, begin, end in ((0, 5, 11), (0, 13, 17), (0, 18, 26), (1, 2, 25)):
+        labels[row, begin:end] = ids[row, begin:end]
+    return RowBatch(ids, labels, documents, positions)
+
+
+def document_of(rows: RowBatch, row: int, document: int) -> Tensor:
+    """Its tokens, int64 [n]."""
+    return rows.input_ids[row][rows.document_ids[row] == document]
+
+
+def chat_corruption(rows: RowBatch) -> Corruption:
+    return draw_corruption(rows, 0, range(len(rows.input_ids)), [0] * len(rows.input_ids))
+
+
+def laid_out(
+    towers: TwoTower, rows: RowBatch, corruption: Corruption | None = None, *, keep_all: bool = True
+) -> TwoTowerBatch:
+    """The rows' batch for these towers, under the corruption of seed 0."""
+    return lay_out_two_tower(
+        rows,
+        corruption or chat_corruption(rows),
+        block_size=towers.config.block_size,
+        mask_token_id=towers.config.mask_token_id,
+        document_rows=towers.context.recurrent,
+        keep_all=keep_all,
+    )
+
+
+def by_decoding(towers: TwoTower, prefix: Tensor, noisy: Tensor, t: Tensor, stride: int | None = None) -> Tensor:
+    """Logits [S, V] of a noisy block int64 [S] over a clean prefix, as decoding computes them.
+
+    stride: the context tower reads so many tokens a forward, by default all at once.
+    """
+    reader, stretch = Reader(towers, tokens=len(prefix) + len(noisy), rows=1), Stretch()
+    for start in range(0, len(prefix), stride or max(len(prefix), 1)):
+        reader.extend([stretch], prefix[None, start : start + (stride or len(prefix))])
+    return reader.denoise([stretch], noisy[None], t[None])[0]
+
+
+def relative_error(ours: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest number expected; both must be finite."""
+    assert ours.isfinite().all() and expected.isfinite().all()
+    return float((ours - expected).abs().max() / expected.abs().max())

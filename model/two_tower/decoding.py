@@ -38,7 +38,7 @@ class TowerRequest:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     decode: DecodeConfig = PUBLISHED_POLICY
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -269,7 +269,7 @@ def next_tokens(rows: Sequence[Writing]) -> list[int]:
 
 def log_likelihoods(towers: TwoTower, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     """ln p(token | all before it), for every token of each sequence but its first; the denoiser may be absent."""
-    found = []
+    found: list[list[float]] = []
     for ids in sequences:
         reader, stretch = Reader(towers, tokens=max(len(ids), 1), rows=1), Stretch()
         if len(ids) < 2:

@@ -8,8 +8,8 @@
 Greedy: token for token the base model's output, whatever is drafted. With a temperature each drafted token x is kept
 with probability min(1, p(x) / q(x)), else replaced by a draw from max(0, p - q): the tokens are distributed exactly as
 AR sampling's (Leviathan et al., arXiv 2211.17192). That needs x to be a draw from q that nothing drafted elsewhere has
-steered, so only the last step of a draft draws; what earlier steps reveal is their most likely token (q is then 1
-there). Recurrent states cannot be cropped: those before the round are kept, and a kept beginning is read again from them.
+steered, so only the last step of a draft draws; what earlier steps reveal is their most likely token (q is 1 there).
+Recurrent states cannot be cropped: those before the round are kept, and a kept beginning is read again from them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from model.decoding.requests import SamplingParams
 from model.decoding.sampling import uniform
 from model.two_tower.decoding import TowerAnswer, TowerRequest, Writing, next_tokens, open_rows
 from model.two_tower.reader import Reader
+from model.two_tower.recurrent import States
 from model.two_tower.towers import TwoTower
 
 ACCEPT, REPLACE, DRAFT = -1, -2, -3  # steps of the noise stream that no denoising step uses
@@ -134,7 +135,7 @@ def _fitted(q: Tensor, vocabulary: int) -> Tensor:
     return torch.nn.functional.pad(q, (0, vocabulary - len(q)))
 
 
-def _commit(reader: Reader, row: Writing, tokens: Tensor, kept: int, logits: Tensor, states: dict) -> None:  # type: ignore[type-arg]
+def _commit(reader: Reader, row: Writing, tokens: Tensor, kept: int, logits: Tensor, states: States) -> None:
     """The context tower keeps the first tokens of the round. Keys and values behind them are overwritten later."""
     if kept < len(tokens) and row.stretch.states:
         reader.extend([row.stretch], tokens[None, :kept])

@@ -105,7 +105,7 @@ class Reader:
         padded = torch.cat((canvases, canvases.new_zeros((extra, count))))
         index = torch.arange(len(rows) + extra).clamp(max=len(rows) - 1)
         with torch.no_grad():
-            logits: Tensor = denoiser(padded, positions, times, index, plan, seeds, keep)
+            logits: Tensor = denoiser(padded, positions, times, index, plan, seeds, keep).logits
         return logits.view(len(rows) + extra, count, -1)[: len(rows)]
 
     def release(self, row: Stretch) -> None:

@@ -48,7 +48,7 @@ def join_states(states: Sequence[States]) -> States:
     return joined
 
 
-class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class _StateLayer(LinearAttentionCacheLayerMixin):
     """One layer of `StateCache`."""
 
     def __init__(self, seed: LayerState | None, one_token: bool) -> None:
@@ -87,7 +87,7 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         return recurrent_states
 
 
-class StateCache(Cache):  # type: ignore[misc]
+class StateCache(Cache):
     """A cache for one forward of R rows: recurrent layers start from `seeds`, where they have one; nothing is written.
 
     layers: number of decoder layers. one_token: whether the forward is of one token a row.

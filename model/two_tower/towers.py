@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,15 @@ class ContextTower:
     ) -> Tensor:
         """Logits [M, V] where `keep`, bool [R, n]; ids and positions int64 [R, n]; plan: for [1, R * n]."""
         with torch.no_grad():
-            return run_tower(self.causal_lm, ids, positions, plan, cache, keep)
+            logits: Tensor = run_tower(self.causal_lm, ids, positions, plan, cache, keep).logits
+        return logits
+
+
+class Denoised(NamedTuple):
+    """logits [M, V]; balance: the experts' load-balancing loss of this forward, None unless asked for."""
+
+    logits: Tensor
+    balance: Tensor | None
 
 
 class Denoiser(nn.Module):
@@ -74,13 +82,15 @@ class Denoiser(nn.Module):
         self.causal_lm = causal_lm
         self.layers = len(decoder_layers(causal_lm))
         self.recurrent = bool(recurrent_mixers(causal_lm))
+        learned = getattr(causal_lm.get_decoder(), "wpe", None)
+        self.positions = None if learned is None else int(learned.num_embeddings)
         self.time = TimeConditioning(
             int(causal_lm.config.get_text_config().hidden_size), [sublayer.slot for sublayer in sublayers]
         ).to(causal_lm.device, causal_lm.dtype)
         self.modulation = Modulation(sublayers, order)
         check_hooks(causal_lm, self.modulation, len(sublayers), _four_tokens(causal_lm.device))
         for layer in decoder_layers(causal_lm):
-            layer._can_checkpoint_with_cache = True  # its cache is only read
+            layer.__dict__["_can_checkpoint_with_cache"] = True  # its cache is only read
 
     @property
     def device(self) -> torch.device:
@@ -95,18 +105,27 @@ class Denoiser(nn.Module):
         plan: AttentionPlan,
         seeds: States,
         keep: Tensor,
-    ) -> Tensor:
+        balance: bool = False,
+    ) -> Denoised:
         """Logits [M, V] where `keep`, bool [N, S], of N noisy blocks; ids and positions int64 [N, S].
 
         times [T] in [0, 1], time_index int64 [N]: which of them a block has. plan: for [1, N * S]. seeds: the context
-        tower's states before each block, moved here if they lie elsewhere.
+        tower's states before each block, moved here if they lie elsewhere. balance: compute the experts' balance too;
+        raises UserError for a model whose modeling code has no such loss.
         """
         self.modulation.set(self.time(times), time_index.to(self.device))
+        if self.positions is not None:  # a canvas may reach past the last position that was learned
+            positions = positions.clamp(max=self.positions - 1)
         cache = None
         if self.recurrent:
             moved = {layer: state.to(self.device) for layer, state in seeds.items()}
             cache = StateCache(self.layers, moved, one_token=ids.shape[1] == 1)
-        return run_tower(self.causal_lm, ids, positions, plan, cache, keep)
+        options = {"output_router_logits": True} if balance else {}
+        out = run_tower(self.causal_lm, ids, positions, plan, cache, keep, **options)
+        loss = getattr(out, "aux_loss", None)
+        if balance and not isinstance(loss, Tensor):
+            raise UserError(f"{type(self.causal_lm).__name__} has no load-balancing loss: set its weight to 0.")
+        return Denoised(out.logits, loss if balance else None)
 
 
 @dataclass
@@ -130,18 +149,32 @@ def build_two_tower(causal_lm: PreTrainedModel, config: TwoTowerConfig) -> TwoTo
     The copy equals the model bit for bit at every time. Move it with `.to(device)` to keep the towers on two devices.
     Raises UserError for a mask token that the model does not know, or a block larger than its attention's reach.
     """
-    check_config(causal_lm, config)
     clone = copy.deepcopy(causal_lm)  # its own weights and its own config, which a forward may write to
+    if config.mask_token_id == causal_lm.get_input_embeddings().num_embeddings:
+        add_token(clone)
+    check_config(clone, config)
     denoiser = Denoiser(clone.requires_grad_(True), config.order)
     return TwoTower(ContextTower(causal_lm), denoiser, config)
 
 
-def check_config(causal_lm: PreTrainedModel, config: TwoTowerConfig) -> None:
-    """Raises UserError where config and model do not fit."""
+def add_token(causal_lm: PreTrainedModel) -> None:
+    """One token more, with the mean of all as its embedding and its row of the head: the mask of a full vocabulary.
+
+    Only the denoiser gets it; the context tower never meets a mask.
+    """
     rows = causal_lm.get_input_embeddings().num_embeddings
+    causal_lm.resize_token_embeddings(rows + 1, mean_resizing=False)
+    with torch.no_grad():
+        for module in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()):
+            module.weight[rows] = module.weight[:rows].mean(0)
+
+
+def check_config(denoiser: PreTrainedModel, config: TwoTowerConfig) -> None:
+    """Raises UserError where config and denoiser do not fit."""
+    rows = denoiser.get_input_embeddings().num_embeddings
     if config.mask_token_id >= rows:
         raise UserError(f"mask_token_id {config.mask_token_id} is outside the model's vocabulary of {rows}.")
-    window = getattr(causal_lm.config.get_text_config(), "sliding_window", None)
+    window = getattr(denoiser.config.get_text_config(), "sliding_window", None)
     if window is not None and window < config.block_size:
         raise UserError(f"block_size {config.block_size} is larger than the model's sliding window of {window}.")
 
@@ -171,10 +204,10 @@ def run_tower(
     cache: StateCache | None,
     keep: Tensor,
     **options: Any,
-) -> Tensor:
-    """One forward of rows [R, n] under a plan for [1, R * n]; the model's own head at the kept places, [M, V]."""
+) -> Any:
+    """One forward of rows [R, n] under a plan for [1, R * n]: the model's output, its own head at the kept places."""
     device = causal_lm.device
-    out = causal_lm(
+    return causal_lm(
         input_ids=ids.to(device),
         position_ids=positions.to(device),
         cache=cache,
@@ -183,8 +216,6 @@ def run_tower(
         logits_to_keep=keep.to(device),
         **options,
     )
-    logits: Tensor = out.logits
-    return logits
 
 
 def _four_tokens(device: torch.device) -> Any:

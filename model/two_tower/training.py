@@ -22,7 +22,7 @@ from model.two_tower.boundaries import Boundaries
 from model.two_tower.layout import TwoTowerBatch, draw_corruption, lay_out_two_tower
 from model.two_tower.prefix import KeysValues, beside, recording
 from model.two_tower.recurrent import States
-from model.two_tower.towers import ContextTower, Denoiser, TwoTower
+from model.two_tower.towers import ContextTower, Denoised, Denoiser, TwoTower
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,34 @@ def read_context(context: ContextTower, batch: TwoTowerBatch, *, fold: bool = Tr
 
 
 class TwoTowerTraining(nn.Module):
-    """The denoiser and its loss in one module, for DeepSpeed to wrap; the context tower stays outside."""
+    """The denoiser and its loss in one module, for DeepSpeed to wrap; the context tower stays outside.
 
-    def __init__(self, denoiser: Denoiser) -> None:
+    balance: weight of the experts' load-balancing loss, per masked position like the rest of the sum; 0 is off.
+    """
+
+    def __init__(self, denoiser: Denoiser, *, balance: float = 0.0) -> None:
         super().__init__()
         self.denoiser = denoiser
+        self.balance = balance
 
     def forward(self, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
         """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's masked positions."""
-        return token_losses(self.denoiser, batch, states).sum() * batch.weight
+        out = denoise(self.denoiser, batch, states, balance=self.balance > 0)
+        loss = cross_entropy(out.logits, batch).sum()
+        if out.balance is not None:
+            loss = loss + self.balance * batch.scored_tokens * out.balance
+        return loss * batch.weight
 
 
-def denoised_logits(
-    denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates, keep: Tensor | None = None
-) -> Tensor:
-    """Logits [M, V] at the masked positions, or where `keep`, bool [N, S]; in the order of `tensor[keep]`."""
+def denoise(
+    denoiser: Denoiser,
+    batch: TwoTowerBatch,
+    states: ContextStates,
+    keep: Tensor | None = None,
+    *,
+    balance: bool = False,
+) -> Denoised:
+    """Logits at the masked positions, or where `keep`, bool [N, S]; in the order of `tensor[keep]`."""
     batch = batch.to(denoiser.device)
     plan = beside(
         states.kept,
@@ -75,13 +88,19 @@ def denoised_logits(
         batch.noisy_ids.shape[1],
     )
     keep = batch.masked if keep is None else keep
-    logits: Tensor = denoiser(batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep)
-    return logits
+    out: Denoised = denoiser(
+        batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep, balance
+    )
+    return out
 
 
 def token_losses(denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
     """Cross-entropy of each masked position, [M]; the mask token stays in the softmax."""
-    logits = denoised_logits(denoiser, batch, states)
+    return cross_entropy(denoise(denoiser, batch, states).logits, batch)
+
+
+def cross_entropy(logits: Tensor, batch: TwoTowerBatch) -> Tensor:
+    """Of logits [M, V] at the batch's masked positions, [M]."""
     targets = batch.targets.to(logits.device)[batch.masked.to(logits.device)]
     return functional.cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"

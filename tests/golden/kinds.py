@@ -1,8 +1,8 @@
 """Golden cases: finding them, and the recorded model.
 
-A kind of case is named by `meta.kind` of its file. A module `kinds_*.py` in this folder holds `METHOD`, the method whose
-cases it replays, and `KINDS`, from the kind's name to the function that replays a case: it gets the case, the file's
-meta and the folder of the model, and asserts.
+A kind of case is named by `meta.kind` of its file. A module `kinds_*.py` in this folder holds `METHOD`, whose cases it
+replays, and `KINDS`, from the kind's name to the function that replays a case: it gets the case, the file's meta and
+the folder of the model, and asserts.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from model.config import DecodeConfig
 from model.decoding import Decoder, GenerationRequest, Phase, Reveal, Row, Turn
 from tests.golden.kinds import golden_backbone
 
-
 METHOD = "fast_dllm_v2"
 
 

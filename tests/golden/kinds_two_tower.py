@@ -21,7 +21,7 @@ from model.two_tower.lossless import write_lossless
 from model.two_tower.published import load_published, map_name
 from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower
-from model.two_tower.training import TwoTowerTraining, denoised_logits, read_context, token_losses
+from model.two_tower.training import TwoTowerTraining, denoise, read_context, token_losses
 
 METHOD = "two_tower"
 RELATIVE = 1e-5
@@ -138,7 +138,7 @@ def training(case: dict[str, Any], meta: dict[str, Any], folder: Path) -> None:
             keep = torch.zeros(case["batch"], case["length"], dtype=torch.bool)
             keep[where["row"], where["position"]] = True
             with torch.no_grad():
-                assert_logits(denoised_logits(writer, batch, states, keep.view_as(batch.masked))[0], where["logits"])
+                assert_logits(denoise(writer, batch, states, keep.view_as(batch.masked)).logits[0], where["logits"])
 
 
 def _assert_gradients(towers: TwoTower, expected: dict[str, float]) -> None:

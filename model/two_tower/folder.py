@@ -1,0 +1,188 @@
+"""A TwoTower model on disk, and how one is begun from an AR model.
+
+    context/                        the context tower, an ordinary Hugging Face folder; or a reference in two_tower.json
+    denoiser/                       the denoiser tower, the same
+    time_conditioning.safetensors   its time conditioning
+    two_tower.json                  `TwoTowerConfig`
+
+Loading refuses what does not belong together, in one sentence. The published layout loads too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from model.backbone import (
+    Backbone,
+    choose_mask_token,
+    context_length_of,
+    load_backbone,
+    load_tokenizer,
+    revision_of,
+    save_backbone,
+)
+from model.errors import UserError
+from model.sources import fetch_model, first_line
+from model.two_tower.config import FILE, OWN_CONTEXT, TwoTowerConfig
+from model.two_tower.published import is_published, load_published
+from model.two_tower.towers import ContextTower, Denoiser, TwoTower, build_two_tower, check_config
+
+DENOISER, TIME = "denoiser", "time_conditioning.safetensors"
+BLOCK_SIZE = 16  # as published
+
+
+@dataclass
+class TwoTowerModel:
+    """Towers with what goes with them. context: the context tower as a plain AR backbone, tokenizer included."""
+
+    towers: TwoTower
+    context: Backbone
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.context.tokenizer
+
+
+def make_two_tower(backbone: Backbone, *, block_size: int = BLOCK_SIZE, order: str = "norm_first") -> TwoTowerModel:
+    """Both towers from an AR model: the backbone becomes the context tower, the denoiser a copy of it.
+
+    Raises UserError for a model that was adapted to write blocks itself, or whose layers TwoTower does not know.
+    """
+    if backbone.block_diffusion is not None:
+        raise UserError(f"{backbone.name} was adapted with another method: start TwoTower from an AR model.")
+    rows = backbone.model.get_input_embeddings().num_embeddings
+    mask = choose_mask_token(backbone.tokenizer, rows, backbone.stop_token_ids)
+    if mask.token not in backbone.tokenizer.get_vocab():
+        backbone.tokenizer.add_special_tokens(
+            {"extra_special_tokens": [mask.token]}, replace_extra_special_tokens=False
+        )
+    config = TwoTowerConfig(block_size, mask.id, order, context=backbone.name, context_revision=backbone.revision)
+    return TwoTowerModel(build_two_tower(backbone.model, config), backbone)
+
+
+def save_two_tower(model: TwoTowerModel, folder: Path, *, context: bool) -> None:
+    """Write the model folder, which must not exist or be empty.
+
+    context: copy the context tower into it; else two_tower.json names where it is, and its revision.
+    """
+    writer = model.towers.writer()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_backbone(replace(model.context, model=writer.causal_lm), folder / DENOISER)
+    time = {name: tensor.detach().cpu().contiguous() for name, tensor in writer.time.state_dict().items()}
+    save_file(time, folder / TIME, metadata={"format": "pt"})
+    config = model.towers.config
+    if context:
+        save_backbone(model.context, folder / OWN_CONTEXT)
+        config = replace(config, context=OWN_CONTEXT, context_revision=None)
+    elif config.context == OWN_CONTEXT:
+        raise UserError(f"{folder}: the context tower has no place of its own to refer to: save it with the model.")
+    (folder / FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def is_two_tower(folder: Path) -> bool:
+    """Whether a folder holds a TwoTower model, ours or published."""
+    return (folder / FILE).is_file() or is_published(folder)
+
+
+def load_two_tower(
+    source: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    denoiser_device: str | None = None,
+    denoiser: bool = True,
+) -> TwoTowerModel:
+    """Load a model folder, URI or Hub id for inference.
+
+    denoiser_device: where the denoiser goes, by default beside the context tower. denoiser: False loads the context
+    tower alone, for AR mode and likelihoods.
+
+    Raises UserError, one sentence, for a folder that lacks something, whose base model is another one than it was
+    trained with, or whose weights do not fit.
+    """
+    folder = fetch_model(source)
+    if is_published(folder):
+        return _published(folder, str(source), dtype, device, denoiser_device or device)
+    config = read_two_tower_config(folder)
+    context = _load_context(folder, config, dtype, device)
+    if not denoiser:
+        return TwoTowerModel(TwoTower(ContextTower(context.model), None, config), context)
+    if not (folder / DENOISER).is_dir():
+        raise UserError(f"{folder} lacks the folder {DENOISER}: load it for AR mode only, or copy the model again.")
+    writer = load_backbone(folder / DENOISER, dtype=dtype, device=denoiser_device or device)
+    check_config(writer.model, config)
+    _check_pair(folder, context, writer)
+    tower = Denoiser(writer.model, config.order)
+    _load_time(folder / TIME, tower)
+    # The denoiser's tokenizer knows the mask token, the base model's own may not.
+    context = replace(context, tokenizer=writer.tokenizer, name=str(source))
+    return TwoTowerModel(TwoTower(ContextTower(context.model), tower.eval(), config), context)
+
+
+def read_two_tower_config(folder: Path) -> TwoTowerConfig:
+    """two_tower.json. Raises UserError where it is absent or wrong."""
+    try:
+        return TwoTowerConfig.from_dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no {FILE}: it is no TwoTower model.") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder / FILE} is not readable JSON: {first_line(error)}") from error
+
+
+def _load_context(folder: Path, config: TwoTowerConfig, dtype: torch.dtype, device: str) -> Backbone:
+    if config.context == OWN_CONTEXT:
+        if not (folder / OWN_CONTEXT).is_dir():
+            raise UserError(f"{folder} lacks the folder {OWN_CONTEXT}, which {FILE} says it holds: copy it again.")
+        return load_backbone(folder / OWN_CONTEXT, dtype=dtype, device=device)
+    revision = revision_of(fetch_model(config.context))
+    if config.context_revision not in (None, revision):
+        raise UserError(
+            f"{folder} was trained on {config.context} with revision {config.context_revision}, but that is now "
+            f"{revision}: bring back the old weights, or train again."
+        )
+    return load_backbone(config.context, dtype=dtype, device=device)
+
+
+def _check_pair(folder: Path, context: Backbone, writer: Backbone) -> None:
+    """The denoiser reads the context tower layer by layer: same kind, same layers, same shapes."""
+    mine, other = (b.model.config.get_text_config() for b in (context, writer))
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads", "head_dim"):
+        ours, theirs = getattr(mine, name, None), getattr(other, name, None)
+        if ours != theirs:
+            raise UserError(f"{folder}: the context tower has {name} {ours}, the denoiser {theirs}: they do not pair.")
+
+
+def _load_time(path: Path, denoiser: Denoiser) -> None:
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} lacks {path.name}: copy the model again.") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {first_line(error)}") from error
+    own = denoiser.time.state_dict()
+    for kind, names in (("lacks", own.keys() - tensors.keys()), ("holds the unexpected", tensors.keys() - own.keys())):
+        if names:
+            raise UserError(f"{path} {kind} tensor {min(names)}: it belongs to another model.")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise UserError(
+                f"{path}: {name} is {tuple(tensor.shape)}, but the denoiser needs {tuple(own[name].shape)}."
+            )
+    denoiser.time.load_state_dict(tensors)
+
+
+def _published(folder: Path, name: str, dtype: torch.dtype, device: str, denoiser_device: str) -> TwoTowerModel:
+    towers = load_published(folder, dtype=dtype, context_device=device, denoiser_device=denoiser_device)
+    causal_lm = towers.context.causal_lm
+    tokenizer = load_tokenizer(folder)
+    eos = causal_lm.config.eos_token_id
+    stops = frozenset([eos] if isinstance(eos, int) else eos or [])
+    length = context_length_of(causal_lm.config)
+    return TwoTowerModel(towers, Backbone(causal_lm, tokenizer, None, name, revision_of(folder), length, stops))

@@ -6,6 +6,7 @@ Parameters are float64; transformers' norms, router and scan round to float32 in
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,11 @@ def context(case: dict[str, Any], meta: dict[str, Any], folder: Path) -> None:
     greedy = case["greedy"]
     stops = frozenset() if greedy["eos_token_id"] is None else frozenset({greedy["eos_token_id"]})
     request = TowerRequest(tuple(case["prompt_ids"]), greedy["max_new_tokens"], stop_token_ids=stops)
-    for mode in (write_tokens, write_lossless):
-        (answer,) = mode(sized(towers, 8), [request])
-        assert list(answer.token_ids) == greedy["new_ids"]
-        assert (answer.finish_reason == "stop") == greedy["stopped"]
+    (answer,) = write_tokens(towers, [request])
+    assert list(answer.token_ids) == greedy["new_ids"]
+    assert (answer.finish_reason == "stop") == greedy["stopped"]
+    (answer,) = write_lossless(sized(towers, 8), [replace(request, max_tokens=min(16, request.max_tokens))])
+    assert list(answer.token_ids) == greedy["new_ids"][:16]
 
 
 def generate(case: dict[str, Any], meta: dict[str, Any], folder: Path) -> None:

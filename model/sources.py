@@ -10,11 +10,13 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from model.errors import JobError, UserError
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+CONFIGS = ("config.json", "generation_config.json")
 
 
 def cache_folder() -> Path:
@@ -41,7 +43,15 @@ def fetch_model(source: str | Path) -> Path:
     raise UserError(f"--model {text}: there is no such folder.")
 
 
-def _fetch_hub(repo_id: str) -> Path:
+def fetch_config(source: str | Path) -> Path:
+    """As `fetch_model`, but of a Hub id or URI only the JSON files, no weights and no tokenizer."""
+    text = str(source)
+    if "://" not in text and (Path(text).expanduser().exists() or text.count("/") != 1):
+        return fetch_model(text)
+    return _fetch_uri(text, CONFIGS) if "://" in text else _fetch_hub(text, CONFIGS)
+
+
+def _fetch_hub(repo_id: str, patterns: Sequence[str] = PATTERNS) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -51,7 +61,7 @@ def _fetch_hub(repo_id: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(repo_id, allow_patterns=list(patterns)))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"--model {repo_id} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)."
@@ -60,16 +70,17 @@ def _fetch_hub(repo_id: str) -> Path:
         raise JobError(f"Could not fetch {repo_id} from the Hub: {first_line(error)}") from error
 
 
-def _fetch_uri(uri: str) -> Path:
+def _fetch_uri(uri: str, patterns: Sequence[str] = PATTERNS) -> Path:
     """Download a folder once per machine: into a temporary folder, then renamed into the cache."""
     import fsspec
 
-    target = cache_folder() / "models" / hashlib.blake2b(uri.encode(), digest_size=10).hexdigest()
+    kind = "models" if patterns == PATTERNS else "configs"
+    target = cache_folder() / kind / hashlib.blake2b(uri.encode(), digest_size=10).hexdigest()
     if target.is_dir():
         return target
     try:
         system, root = fsspec.core.url_to_fs(uri)
-        names = [n for n in system.ls(root, detail=False) if any(Path(n).match(p) for p in PATTERNS)]
+        names = [n for n in system.ls(root, detail=False) if any(Path(n).match(p) for p in patterns)]
     except FileNotFoundError as error:
         raise UserError(f"--model {uri}: there is no such folder.") from error
     except (ValueError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Measured claims: `python pipelines/bench.py attention|train|decode|engine|serve|soak --output FILE.json`.
+"""Measured claims: `python pipelines/bench.py attention|train|decode|engine|serve|soak|memory --output FILE.json`.
 
 Each bench compares forms of the same computation in one run, in turns, checks that they agree where they must, and
 writes one JSON (DESIGN "bench output") and one printed table. `bench.py report --data *.json --output README.md` puts
@@ -24,6 +24,7 @@ from pipelines.benches.result import BenchConfig, Result, markdown_of, print_res
 from pipelines.benches.serving.overhead import ServeBenchConfig, run_serve
 from pipelines.benches.serving.soak import SoakBenchConfig, run_soak
 from pipelines.benches.train import TrainBenchConfig, run_train
+from pipelines.benches.training_memory import MemoryBenchConfig, run_memory
 from pipelines.jobkit import JobConfig, OutputFile, main
 
 BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
@@ -33,6 +34,7 @@ BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
     "engine": (EngineBenchConfig, run_engine),
     "serve": (ServeBenchConfig, run_serve),
     "soak": (SoakBenchConfig, run_soak),
+    "memory": (MemoryBenchConfig, run_memory),
 }
 REPORT = "report"
 USAGE = f"usage: python pipelines/bench.py {'|'.join(BENCHES)}|{REPORT} [--key value ...]   (--help behind a name)"

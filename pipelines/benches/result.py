@@ -33,7 +33,8 @@ class BenchConfig(JobConfig):
 
 @dataclass(frozen=True)
 class Result:
-    """machine: what describe_machine says. runs: measured rounds. note: what was measured, in a sentence or two."""
+    """machine: what describe_machine says. runs: measured rounds. note: what was measured, in a sentence or two.
+    setting: keys that a reader of the JSON needs to compute with it, where there are such."""
 
     bench: str
     machine: dict[str, Any]
@@ -42,6 +43,7 @@ class Result:
     ratios: dict[str, float]
     note: str
     date: str = field(default_factory=lambda: date.today().isoformat())
+    setting: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -262,8 +262,9 @@ def default_output(job: str, name: str = "") -> str:
 
 def settle_places(config: JobConfig, job: str) -> JobConfig:
     """Fill in the default output and make local paths absolute: workers run in other directories."""
-    output = config.output or default_output(job, type(config).output_name)
-    if "://" not in output:
+    kind = type(config)
+    output = config.output or (default_output(job, kind.output_name) if kind.writes_by_default else None)
+    if output is not None and "://" not in output:
         output = os.path.abspath(os.path.expanduser(output))
     return config.model_copy(
         update={

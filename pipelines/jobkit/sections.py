@@ -35,6 +35,8 @@ class JobConfig(Section):
 
     output_name: ClassVar[str] = ""
     """Where the output lies under the storage root when --output is absent; empty means the job's name."""
+    writes_by_default: ClassVar[bool] = True
+    """Whether the job writes where no --output is given."""
 
     model: str | None = Field(None, description="model to start from: a Hub id, a folder or an fsspec URI")
     data: tuple[str, ...] = Field(

@@ -13,6 +13,7 @@ that each predicts the other when it is calibrated alone (`left_out`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from model.backbone import read_architecture
 from pipelines.planning import known
@@ -71,6 +72,7 @@ def check_published(efficiency: float = EFFICIENCY) -> list[Check]:
     ]
 
 
+@cache
 def _shape(run: Run) -> Shape:
     folder = known.folder_of(run.model)
     assert folder is not None, "the published models are among the known ones"

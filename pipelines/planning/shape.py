@@ -5,9 +5,7 @@ Letters: H hidden width, A query heads x head width, KV the same of the key head
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +46,14 @@ class Shape:
     @property
     def head(self) -> int:
         return self.hidden * self.vocabulary
+
+    @property
+    def linear_ends(self) -> dict[str, int]:
+        """Inputs and outputs, added, of the linear modules of a layer, by the names that Llama and Qwen give them."""
+        down = self.hidden + self.mlp
+        query, key = self.hidden + self.attention, self.hidden + self.kv
+        ends = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
+        return ends | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), down)
 
     @property
     def mixture(self) -> bool:
@@ -116,9 +122,3 @@ def _visited(model: Any, text: Any) -> int:
         expert = experts and ".experts." in f".{name}"
         total += parameter.numel() * (chosen / experts if expert else 1)
     return round(total)
-
-
-def config_values(folder: Path) -> dict[str, Any]:
-    """The raw content of config.json."""
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return values

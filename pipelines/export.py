@@ -31,6 +31,7 @@ from model.adapters import adapter_revision
 from model.backbone import DTYPES, Backbone, load_backbone, read_architecture, revision_of
 from model.errors import UserError
 from model.sources import fetch_model
+from model.two_tower.config import FILE as TWO_TOWER
 from pipelines.exporting.layouts import check_layout, loader_of, write_layout
 from pipelines.exporting.proof import Proof, probe_of, prove
 from pipelines.jobkit import NOT_IDENTITY, JobConfig, OutputFolder, main
@@ -110,6 +111,8 @@ def _source_of(config: ExportConfig) -> str:
         raise UserError(
             f"--model {config.model} is the output of adapt: give its model/ or one of its checkpoints/step_N."
         )
+    if (folder / TWO_TOWER).is_file():
+        raise UserError(f"--model {config.model} holds two towers: export its context/ or its denoiser/.")
     return config.model
 
 

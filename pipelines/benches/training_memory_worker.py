@@ -24,7 +24,7 @@ from pipelines.planning.told import worker_settings
 
 BLOCK = 32
 STEPS = 2
-MICRO_STEPS = 2
+MICRO_STEPS = 1
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 

@@ -91,8 +91,13 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
         update=copied * on_device,
         runtime=CUDA_CONTEXT if setup.cuda else 0.0,
         slack=CUDA_SLACK if setup.cuda else 0.0,
-        host=(state + sums) * (1 - on_device) + moved,
+        host=_hosted(setup.offload_optimizer, state + sums) + _hosted(setup.offload_parameters, weights),
     )
+
+
+def _hosted(place: str, size: float) -> float:
+    """What of an offloaded share lies in the machine's memory; on a disk it costs none."""
+    return size if place == "cpu" else 0.0
 
 
 def _weights(shape: Shape, setup: Setup) -> float:

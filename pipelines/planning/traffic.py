@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pipelines.planning.hardware import GB, Cluster
 from pipelines.planning.setup import STATE_WIDTH, Setup
 from pipelines.planning.shape import Shape
+from pipelines.planning.work import UPDATE_BYTES
 
 BITS = 8
+HOST_MEMORY = 200e9  # bytes/s that a node's CPUs read and write together: assumed
+NODE_DISK = 6e9  # bytes/s of a node's NVMe disks: assumed
 REACHED = 0.8  # of a link's rate that collectives of large messages get: assumed
 
 
@@ -59,11 +62,18 @@ def seconds_of(traffic: Traffic, setup: Setup, cluster: Cluster) -> float:
 
 
 def offload_seconds(shape: Shape, setup: Setup, cluster: Cluster) -> float:
-    """Seconds of a step on the way to and from the host's memory, and of AdamW there (its memory's traffic)."""
+    """Seconds of a step that offloading costs, nothing of it hidden: gradients down and weights up, AdamW in the
+    host's memory, parameters up for every pass, and what goes to and from a disk."""
     share = shape.parameters * setup.trainable / setup.workers
-    moved = 0.0
+    whole = setup.width * shape.parameters / setup.workers
+    moved = disk = updated = 0.0
     if setup.offload_optimizer != "none":
         moved += (STATE_WIDTH + setup.width) * share
+        updated = UPDATE_BYTES * share * cluster.gpus_per_node
+        disk += 2 * 3 * STATE_WIDTH * share if setup.offload_optimizer == "nvme" else 0.0
     if setup.offload_parameters != "none":
-        moved += 2 * setup.micro_steps * setup.width * shape.parameters / setup.workers
-    return moved / (cluster.gpu.host_gbs * GB * REACHED)
+        passes = 2 * setup.micro_steps
+        moved += passes * whole
+        disk += passes * whole if setup.offload_parameters == "nvme" else 0.0
+    links = moved / (cluster.gpu.host_gbs * GB * REACHED)
+    return links + updated / HOST_MEMORY + disk * cluster.gpus_per_node / NODE_DISK

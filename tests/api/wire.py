@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,12 @@ class Wire:
         while self._file.readline() != b"\r\n":
             pass
         return int(line.split()[1])
+
+    def events(self) -> Iterator[bytes]:
+        """The data of an answer's server-sent events as they come."""
+        for line in iter(self._file.readline, b""):
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ").strip()
 
     def _chunks(self) -> Iterable[bytes]:
         while size := int(self._file.readline(), 16):

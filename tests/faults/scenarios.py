@@ -39,7 +39,8 @@ Inject = Callable[[Rig, Load], Struck]
 @dataclass(frozen=True)
 class Scenario:
     """inject: does it. often: times at length; quick: whether once is part of
-    `make test`. cuts_connections: whether clients are connected to what is killed. needs: None, "redis" or "disk".
+    `make test`. cuts_connections: whether clients are connected to what is killed. noticed: whether Serve must find an
+    engine unhealthy. needs: None, "redis" or "disk".
     """
 
     name: str
@@ -47,6 +48,7 @@ class Scenario:
     often: int
     quick: bool = True
     cuts_connections: bool = False
+    noticed: bool = False
     needs: str | None = None
 
     def missing(self, rig: Rig) -> str | None:
@@ -133,8 +135,8 @@ def restart_gcs(rig: Rig, load: Load) -> Struck:
 
 SCENARIOS = (
     Scenario("SIGKILL of an engine replica", kill_replica, 20),
-    Scenario("engine thread killed", kill_engine_thread, 3),
-    Scenario("engine stuck in a forward", stick_engine, 3),
+    Scenario("engine thread killed", kill_engine_thread, 3, noticed=True),
+    Scenario("engine stuck in a forward", stick_engine, 3, noticed=True),
     Scenario("replica process stopped (SIGSTOP)", stop_replica, 2, quick=False),
     Scenario("Serve controller killed", kill_controller, 3),
     Scenario("redeployed with another configuration", redeploy, 2),
@@ -148,11 +150,13 @@ SCENARIOS = (
 
 @dataclass
 class Report:
-    """What became of the load. answered: seconds from each fault to the first right answer to a request that began
-    after it; whole: until as much ran again as before, beside what was broken if that had not ended yet.
+    """What became of the load, in seconds from each fault. unhealthy: until Serve no longer counted the replica with
+    the broken engine among those that run, where it must notice by itself. answered: to the first right answer to a
+    request that began after it. whole: until as much ran again as before, beside what was broken if that had not ended.
     """
 
     scenario: Scenario
+    unhealthy: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -184,6 +188,9 @@ def _one(rig: Rig, load: Load, report: Report) -> None:
     try:
         first = load.await_right(1, struck.since, ANSWER_S)[0]
         service = rig.service
+        if report.scenario.noticed:
+            wait_for(lambda: service.running() < REPLICAS, "Serve to notice", WHOLE_S, poll_s=0.05)
+            report.unhealthy.append(time.monotonic() - struck.since)
         wait_for(lambda: service.whole(REPLICAS, struck.pids), "the service to be whole", WHOLE_S, poll_s=0.1)
         over = time.monotonic()
         wait_for(lambda: not alive(struck.pids), "what is broken to be ended", WHOLE_S)

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from pipelines.benches.result import Result, machine, print_result
+from tests.faults.leaving import ROUND_S, Leaving, measure
 from tests.faults.scenarios import SCENARIOS, Report, befall
 from tests.faults.serving import CLIENTS, REPLICAS, rig
 
@@ -25,9 +26,12 @@ NOTE = (
     f"{CLIENTS} clients, half of their requests streamed, ask {REPLICAS} replicas of a tiny model; every answer is "
     "known beforehand. `struck`: requests under way at a fault; `errors`: in OpenAI's shape, as a status or an event; "
     "`resets`: connections to the killed process itself; `lost`: no answer and no proper error. Seconds from a fault "
-    "to the first right answer of a request that began after it (answered), until as much ran again as before "
-    "(whole): medians and the longest."
+    "until Serve no longer counts a replica with a broken engine as running (unhealthy), to the first right answer of "
+    "a request that began after it (answered), until as much ran again as before (whole): medians and the longest. "
+    f"`clients that leave`: with rounds of {ROUND_S:g} s, the rounds that ended between a client's closing its "
+    "connection and its pages being free."
 )
+LEAVERS = 40
 
 
 def line_of(report: Report) -> dict[str, Any]:
@@ -36,10 +40,24 @@ def line_of(report: Report) -> dict[str, Any]:
         "fault": report.scenario.name,
         "times": len(report.faults),
         **report.tally.line(),
+        "unhealthy s": median(report.unhealthy) if report.unhealthy else None,
+        "longest unhealthy s": max(report.unhealthy, default=None),
         "answered s": median(report.answered),
         "longest s": max(report.answered),
         "whole s": median(report.whole),
         "longest whole s": max(report.whole),
+    }
+
+
+def line_of_leaving(leavings: Sequence[Leaving]) -> dict[str, Any]:
+    rounds = [leaving.rounds for leaving in leavings]
+    return {
+        "part": "clients that leave",
+        "clients": len(leavings),
+        "rounds": median(rounds),
+        "most rounds": max(rounds),
+        "seconds": median(leaving.seconds for leaving in leavings),
+        "longest s": max(leaving.seconds for leaving in leavings),
     }
 
 
@@ -59,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
             assert report.tally is not None
             complaints += [f"{scenario.name}: {complaint}" for complaint in report.tally.complaints]
             print(f"{table[-1]}", file=sys.stderr, flush=True)
+        served.settle()
+        table.append(line_of_leaving(measure(served, LEAVERS)))
     result = Result("faults", machine("float32"), 1, table, {}, NOTE).to_dict()
     arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print_result(result)

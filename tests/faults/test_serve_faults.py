@@ -10,6 +10,7 @@ import pytest
 
 from pipelines.benches.serving.soak import SoakBenchConfig, soak
 from tests.api.successor import letters_after
+from tests.faults.leaving import measure
 from tests.faults.scenarios import SCENARIOS, Scenario, befall
 from tests.faults.serving import LETTERS, Rig
 
@@ -38,6 +39,12 @@ def test_no_answer_is_wrong_and_no_request_is_lost(served: Rig, scenario: Scenar
     print(f"{scenario.name}: {tally.line()}, {times}")
     assert tally.wrong == 0 and tally.lost == 0, "\n".join(tally.complaints[:20])
     assert tally.struck > 0, "no request was under way: the fault met nothing"
+
+
+def test_the_pages_of_a_client_that_leaves_are_free_within_a_round(served: Rig) -> None:
+    served.settle()
+    rounds = sorted(leaving.rounds for leaving in measure(served, 5))
+    assert rounds[2] <= 1 and rounds[-1] <= 3, "the one that runs; a busy machine may notice it a little later"
 
 
 def test_the_soak_reports_latency_and_memory_of_a_running_service(served: Rig) -> None:

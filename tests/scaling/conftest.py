@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ class Stream:
 
     def __init__(self, app: App, count: int) -> None:
         self.count = count
+        self.id = ""
         self.text = ""
         self.error: Exception | None = None
         self._client = app.client()
@@ -76,7 +78,10 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            for chunk in self._client.completions.create(model=MODEL, prompt="a", max_tokens=self.count, stream=True):
+            stream = self._client.completions.create(model=MODEL, prompt="a", max_tokens=self.count, stream=True)
+            self._socket = stream.response.extensions["network_stream"].get_extra_info("socket")
+            for chunk in stream:
+                self.id = chunk.id
                 self.text += chunk.choices[0].text
         except Exception as error:  # whatever it is, `check` shows it
             self.error = error
@@ -85,18 +90,33 @@ class Stream:
     def open(self) -> bool:
         return self._thread.is_alive()
 
+    def leave(self) -> None:
+        """Go away in the middle of it."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> Exception | None:
+        """Wait for its end, good or bad; what came is right as far as it goes. Returns what ended it too early."""
+        self._thread.join(PATIENCE_S)
+        assert not self.open and letters_after("a", self.count).startswith(self.text)
+        return self.error
+
     def check(self) -> None:
         """It ended, whole."""
-        self._thread.join(PATIENCE_S)
-        assert not self.open and self.error is None, self.error
+        error = self.end()
+        assert error is None, error
         assert self.text == letters_after("a", self.count)
 
 
 class Load:
-    """Clients that ask for short answers one after another, until they are told to stop."""
+    """Clients that ask for short answers one after another, until they are told to stop.
 
-    def __init__(self, app: App, clients: int, count: int) -> None:
-        self._app, self._count = app, count
+    refusals: statuses that are as good as an answer: of a model that may not be there yet.
+    """
+
+    def __init__(
+        self, app: App, clients: int, count: int, *, model: str = MODEL, refusals: tuple[int, ...] = ()
+    ) -> None:
+        self._app, self._count, self._model, self._refusals = app, count, model, refusals
         self._stop = threading.Event()
         self.answered = 0
         self.wrong: list[str] = []
@@ -108,10 +128,14 @@ class Load:
         client = self._app.client()
         while not self._stop.is_set():
             try:
-                answer = client.completions.create(model=MODEL, prompt="a", max_tokens=self._count)
+                answer = client.completions.create(model=self._model, prompt="a", max_tokens=self._count)
                 if answer.choices[0].text != letters_after("a", self._count):
                     self.wrong.append(answer.choices[0].text)
                 self.answered += 1
+            except openai.APIStatusError as error:
+                if error.status_code not in self._refusals:
+                    self.wrong.append(repr(error))
+                time.sleep(0.1)
             except Exception as error:  # whatever it is, `check` shows it
                 self.wrong.append(repr(error))
 

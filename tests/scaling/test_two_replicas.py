@@ -1,6 +1,7 @@
 """Two replicas of one application: conversations find their pages, the dead stay dead, redeployments lose nothing.
 
-The tests share one deployment (a replica takes seconds to start) and run in this order; the last one deploys again.
+The tests share one deployment (a replica takes seconds to start) and run in this order; the last but one deploys it
+again, with two gateways.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from actors.serving import replica as module
+from actors.serving.replica import abort_here
 from tests.api.successor import LETTERS, letters_after
+from tests.exposition import Values, read, total
 from tests.scaling.conftest import MODEL, App, Load, Stream, wait_until
 from tests.tiny import tiny_tokenizer
 
@@ -61,12 +66,36 @@ def cached_share(app: App) -> float:
     return cached / total
 
 
-def engine_pids() -> list[int]:
+def pids(deployment: str = "EngineReplica") -> list[int]:
     return [
         process.pid
         for process in psutil.Process().children(recursive=True)
-        if "ServeReplica:pair:EngineReplica" in " ".join(process.cmdline())
+        if f"ServeReplica:pair:{deployment}" in " ".join(process.cmdline())
     ]
+
+
+def replica_actors() -> dict[str, Any]:
+    """The actors of all engine replicas by name, those that are being drained too."""
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = [name for name in named if "#EngineReplica#" in name["name"] and "pair" in name["name"]]
+    return {name["name"]: ray.get_actor(**name) for name in ours}
+
+
+def runs_here(_: object) -> list[str]:
+    """Called inside a replica: the requests that its engine has not ended."""
+    return [run for replica in list(module._here) for run in replica._engine._requests]
+
+
+def metrics(app: App) -> Values:
+    return read(httpx.get(f"{app.url}/metrics", timeout=20, trust_env=False).text)
+
+
+def gateway_requests(app: App) -> dict[str, float]:
+    """How many requests each gateway holds."""
+    held = "blockcast_gateway_requests"
+    return {dict(labels)["replica"]: value for (name, labels), value in metrics(app).items() if name == held}
 
 
 def test_follow_ups_go_where_their_conversation_is_cached(share_with_prefix_router: float) -> None:
@@ -77,25 +106,61 @@ def test_follow_ups_go_where_their_conversation_is_cached(share_with_prefix_rout
 def test_a_killed_replica_is_not_asked_again_though_it_holds_prefixes(
     pair: App, share_with_prefix_router: float
 ) -> None:
-    before = engine_pids()
+    before = pids()
     assert len(before) == 2
     os.kill(before[0], signal.SIGKILL)
     assert cached_share(pair) > 0.5, "every answer came and was right"
-    wait_until(lambda: len(engine_pids()) == 2 and pair.running() == 2, "a new replica")
+    wait_until(lambda: len(pids()) == 2 and pair.running() == 2, "a new replica")
 
 
 def test_a_redeployment_with_other_arguments_loses_no_open_stream_and_no_new_request(
     pair: App, slow_model: Path, share_with_prefix_router: float
 ) -> None:
-    before = set(engine_pids())
+    import ray
+
+    before, old = set(pids()), replica_actors()
     streams = [Stream(pair, 6000) for _ in range(4)]
     wait_until(lambda: all(stream.text for stream in streams), "streams on both replicas")
     load = Load(pair, clients=2, count=20)
-    pair.deploy(slow_model, **ARGS, engine={"max_rows": 6}, routing={"prefix": False})
+    early = Load(pair, 1, 20, model="added", refusals=(404, 503))
+    models = [{"name": "added", "model": str(slow_model)}]
+    changes = {"engine": {"max_rows": 6}, "routing": {"prefix": False}, "models": models, "gateway_replicas": 2}
+    pair.deploy(slow_model, **ARGS, **changes)
     assert pair.running() == 2
     load.check()
+    wait_until(lambda: early.answered > 0, "an answer of the model that was added")
+    early.check()
+    # What a gateway tells a replica that is being drained, where cancelling its call got lost.
+    left = next(stream for stream in streams if stream.open)
+    (place,) = (actor for actor in old.values() if left.id in ray.get(actor.__ray_call__.remote(runs_here)))
+    ray.get(place.__ray_call__.remote(abort_here, [left.id]))
+    wait_until(
+        lambda: left.id not in ray.get(place.__ray_call__.remote(runs_here)), "the end of a row on a draining replica"
+    )
+    left.leave()
+    streams.remove(left)
     for stream in streams:
         stream.check()
-    wait_until(lambda: not before & set(engine_pids()), "the old replicas' end")
+    wait_until(lambda: not before & set(pids()), "the old replicas' end")
     without = cached_share(pair)
     assert without < share_with_prefix_router, "Serve's own router does not look at prefixes"
+
+
+@pytest.mark.faults
+def test_a_killed_gateway_takes_its_own_requests_with_it_and_no_others(pair: App) -> None:
+    wait_until(lambda: len(pids("Gateway")) == 2, "two gateways, and none of the deployment before")
+    streams = [Stream(pair, 1500) for _ in range(8)]
+    wait_until(lambda: all(stream.text for stream in streams), "streams")
+    held = gateway_requests(pair)
+    assert len(held) == 2 and all(held.values()), "both gateways answer"
+    before = pids("Gateway")
+    os.kill(before[0], signal.SIGKILL)
+    errors = [stream.end() for stream in streams]
+    whole = [stream for stream, error in zip(streams, errors, strict=True) if error is None]
+    assert len(errors) - len(whole) in held.values() and whole
+    for stream in whole:
+        stream.check()
+    for stream in [Stream(pair, 20) for _ in range(6)]:
+        stream.check()
+    wait_until(lambda: len(pids("Gateway")) == 2 and before[0] not in pids("Gateway"), "a new gateway")
+    wait_until(lambda: total(metrics(pair), "blockcast_pages_used") == 0, "no row left of what the dead one asked for")

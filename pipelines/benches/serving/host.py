@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict
@@ -80,6 +80,14 @@ def call(options: HostOptions, *, method: str) -> Any:
     return handle.options(method_name=method).remote().result(timeout_s=CALL_S)
 
 
+def call_all(options: HostOptions, *, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+    """Call a method of every engine replica, and return what each of them returned."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle(REPLICA, APPLICATION)
+    return list(handle.broadcast(method, *arguments).results(timeout_s=CALL_S))
+
+
 def kill_controller(options: HostOptions) -> None:
     """End Serve's controller; Ray restarts it."""
     import ray
@@ -91,6 +99,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "status": status,
     "redeploy": redeploy,
     "call": call,
+    "call_all": call_all,
     "kill_controller": kill_controller,
 }
 

@@ -145,6 +145,10 @@ class Service:
                     found.append(process)
         return found
 
+    def running(self) -> int:
+        """How many engine replicas run by Serve's own count."""
+        return int(self.tell("status")[REPLICA].get("RUNNING", 0))
+
     def whole(self, replicas: int, without: Collection[int] = ()) -> bool:
         """Whether Serve says that everything runs, with so many engine replicas; `without`: processes that are not
         counted, and may be on their way out.

@@ -100,6 +100,17 @@ def test_what_was_sent_after_the_report_adds_to_the_backlog_until_it_ends() -> N
     assert ledger.unreported("b", reported_at=0) == 0
 
 
+def test_a_call_that_is_sent_again_counts_once() -> None:
+    clock = Clock()
+    ledger = Ledger(remember_s=10, clock=clock)
+    for _ in range(3):
+        ledger.record("a", "r", [], 100)
+        clock.now += 1
+    assert ledger.unreported("a", reported_at=0) == 100
+    ledger.ended("a", "r")
+    assert ledger.unreported("a", reported_at=0) == 0
+
+
 def test_the_ledger_is_bounded_and_forgets_who_is_gone() -> None:
     ledger = Ledger(remember_s=10, most_keys=2, clock=Clock())
     ledger.record("a", "r", [CHAIN], load=5)

@@ -42,14 +42,15 @@ def replica(name: str, stats: dict[str, Any] | None = None, *, queue: int = 0, m
     )
 
 
-def call(request_id: str = "r", prompt: tuple[int, ...] = PROMPT, model: str = "", **metadata: Any) -> PendingRequest:
-    """A call of `generate`, made in a running event loop."""
+def call(
+    request_id: str = "r", prompt: tuple[int, ...] = PROMPT, model: str = "", answers: int = 1, **metadata: Any
+) -> PendingRequest:
+    """A call of `generate`, made in a running event loop. answers: to the one prompt."""
     about = RequestMetadata(
-        request_id=request_id, internal_request_id=request_id, multiplexed_model_id=model, **metadata
+        **{"request_id": request_id, "internal_request_id": request_id, **metadata}, multiplexed_model_id=model
     )
-    return PendingRequest(
-        args=[(GenerationRequest(id=request_id, prompt_ids=prompt, max_tokens=5),)], kwargs={}, metadata=about
-    )
+    requests = tuple(GenerationRequest(id=request_id, prompt_ids=prompt, max_tokens=5) for _ in range(answers))
+    return PendingRequest(args=[requests], kwargs={}, metadata=about)
 
 
 def with_router(replicas: list[Any], act: Callable[[PrefixRouter], Awaitable[Any]], most_extra: float = 1000) -> Any:
@@ -90,6 +91,53 @@ def test_a_burst_is_spread_before_any_report_says_so() -> None:
         return [await chosen(router, call(f"r{i}", tuple(range(i, 700 + i)))) for i in range(8)]
 
     assert sorted(with_router([replica(name, report()) for name in "abcd"], act)) == list("aabbccdd")
+
+
+LONG_PROMPT = tuple(range(700))
+
+
+def test_what_has_ended_counts_against_its_replica_no_more() -> None:
+    replicas = [replica("a", report()), replica("b", report(backlog=400))]
+
+    async def act(router: PrefixRouter) -> None:
+        assert await chosen(router, call("r1", LONG_PROMPT)) == "a"
+        assert await chosen(router, call("r2", PROMPT)) == "b", "a has 700 tokens before it, b 400"
+        router.on_request_completed(replicas[0].replica_id, "r1")
+        assert await chosen(router, call("r3", PROMPT[::-1])) == "a"
+
+    with_router(replicas, act, most_extra=0)
+
+
+def test_calls_of_one_http_request_count_each_by_itself() -> None:
+    """A run that is begun again is another call under the same request id."""
+    replicas = [replica("a", report()), replica("b", report(backlog=1000))]
+
+    async def act(router: PrefixRouter) -> None:
+        for number in range(2):
+            pending = call("same", LONG_PROMPT[number:], internal_request_id=f"call {number}")
+            assert await chosen(router, pending) == "a"
+        router.on_request_completed(replicas[0].replica_id, "call 0")
+        assert await chosen(router, call("next")) == "a", "700 tokens are left there"
+        router.on_request_completed(replicas[0].replica_id, "same")
+        assert router._ledger.unreported(replicas[0].replica_id, 0) > 700, "nothing ends by the request's id"
+
+    with_router(replicas, act, most_extra=0)
+
+
+def test_every_answer_of_a_call_counts() -> None:
+    replicas = [replica("a", report()), replica("b", report(backlog=700))]
+
+    async def act(router: PrefixRouter) -> str:
+        assert await chosen(router, call("r1", tuple(range(8)), answers=200)) == "a"
+        return await chosen(router, call("r2"))
+
+    assert with_router(replicas, act, most_extra=0) == "b", "200 answers of 5 tokens"
+
+
+def test_a_replica_with_the_prefix_and_too_much_before_it_is_passed_over() -> None:
+    for backlog, expected in ((900, "b"), (1300, "a")):
+        replicas = [replica("a", report()), replica("b", report(PROMPT, backlog=backlog))]
+        assert with_router(replicas, lambda router: chosen(router, call()), most_extra=1000) == expected
 
 
 def test_a_full_replica_is_passed_over_for_the_next() -> None:

@@ -131,6 +131,8 @@ def test_a_redeployment_with_other_arguments_loses_no_open_stream_and_no_new_req
     wait_until(lambda: early.answered > 0, "an answer of the model that was added")
     early.check()
     # What a gateway tells a replica that is being drained, where cancelling its call got lost.
+    drained = {run for actor in old.values() for run in ray.get(actor.__ray_call__.remote(runs_here))}
+    assert {stream.id for stream in streams if stream.open} <= drained, "each goes on where it was, not elsewhere again"
     left = next(stream for stream in streams if stream.open)
     (place,) = (actor for actor in old.values() if left.id in ray.get(actor.__ray_call__.remote(runs_here)))
     ray.get(place.__ray_call__.remote(abort_here, [left.id]))

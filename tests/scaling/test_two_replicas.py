@@ -132,8 +132,9 @@ def test_a_redeployment_with_other_arguments_loses_no_open_stream_and_no_new_req
     early.check()
     # What a gateway tells a replica that is being drained, where cancelling its call got lost.
     drained = {run for actor in old.values() for run in ray.get(actor.__ray_call__.remote(runs_here))}
-    assert {stream.id for stream in streams if stream.open} <= drained, "each goes on where it was, not elsewhere again"
-    left = next(stream for stream in streams if stream.open)
+    going_on = [stream for stream in streams if len(stream.text) < 5000]
+    assert going_on and {stream.id for stream in going_on} <= drained, "each where it was, not elsewhere again"
+    left = going_on[0]
     (place,) = (actor for actor in old.values() if left.id in ray.get(actor.__ray_call__.remote(runs_here)))
     ray.get(place.__ray_call__.remote(abort_here, [left.id]))
     wait_until(

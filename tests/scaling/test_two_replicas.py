@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from actors.serving import replica as module
 from actors.serving.replica import abort_here
 from tests.api.successor import LETTERS, letters_after
 from tests.exposition import Values, read, total
-from tests.scaling.conftest import MODEL, App, Load, Stream, wait_until
+from tests.scaling.conftest import MODEL, PATIENCE_S, App, Load, Stream, wait_until
 from tests.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONVERSATIONS, TURNS = 12, 3
+STREAMED = 3000  # tokens
 ARGS: dict[str, Any] = {"min_replicas": 2, "max_replicas": 2}
 
 
@@ -118,30 +120,37 @@ def test_a_redeployment_with_other_arguments_loses_no_open_stream_and_no_new_req
 ) -> None:
     import ray
 
+    def runs(actor: Any) -> list[str]:
+        found: list[str] = ray.get(actor.__ray_call__.remote(runs_here))
+        return found
+
     before, old = set(pids()), replica_actors()
-    streams = [Stream(pair, 6000) for _ in range(4)]
+    streams = [Stream(pair, STREAMED) for _ in range(4)]
     wait_until(lambda: all(stream.text for stream in streams), "streams on both replicas")
     load = Load(pair, clients=2, count=20)
     early = Load(pair, 1, 20, model="added", refusals=(404, 503))
     models = [{"name": "added", "model": str(slow_model)}]
     changes = {"engine": {"max_rows": 6}, "routing": {"prefix": False}, "models": models, "gateway_replicas": 2}
-    pair.deploy(slow_model, **ARGS, **changes)
-    assert pair.running() == 2
+    deploying = threading.Thread(target=lambda: pair.deploy(slow_model, **ARGS, **changes), daemon=True)
+    deploying.start()
+    wait_until(lambda: pair.states().get("STOPPING", 0) > 0, "an old replica that is being drained")
+
+    running = {run for actor in old.values() for run in runs(actor)}
+    going_on = [stream for stream in streams if len(stream.text) < STREAMED * 0.9]
+    assert going_on and {stream.id for stream in going_on} <= running, "each where it was, not begun again elsewhere"
+    # What a gateway says to the replica itself, which reaches one that is being drained.
+    left = going_on[0]
+    (place,) = (actor for actor in old.values() if left.id in runs(actor))
+    ray.get(place.__ray_call__.remote(abort_here, [left.id]))
+    wait_until(lambda: left.id not in runs(place), "the end of the row")
+    left.leave()
+    streams.remove(left)
+
+    deploying.join(PATIENCE_S)
+    assert not deploying.is_alive() and pair.running() == 2
     load.check()
     wait_until(lambda: early.answered > 0, "an answer of the model that was added")
     early.check()
-    # What a gateway tells a replica that is being drained, where cancelling its call got lost.
-    drained = {run for actor in old.values() for run in ray.get(actor.__ray_call__.remote(runs_here))}
-    going_on = [stream for stream in streams if len(stream.text) < 5000]
-    assert going_on and {stream.id for stream in going_on} <= drained, "each where it was, not elsewhere again"
-    left = going_on[0]
-    (place,) = (actor for actor in old.values() if left.id in ray.get(actor.__ray_call__.remote(runs_here)))
-    ray.get(place.__ray_call__.remote(abort_here, [left.id]))
-    wait_until(
-        lambda: left.id not in ray.get(place.__ray_call__.remote(runs_here)), "the end of a row on a draining replica"
-    )
-    left.leave()
-    streams.remove(left)
     for stream in streams:
         stream.check()
     wait_until(lambda: not before & set(pids()), "the old replicas' end")

@@ -3,7 +3,8 @@
     python -m tests.faults.serve_table --output docs/benches/faults.json
     python pipelines/bench.py report --data docs/benches/*.json --output docs/benches/README.md
 
-Exit code 1 where an answer was wrong or a request lost; the table is written all the same.
+`--only "engine thread"` measures the faults whose names hold these words, and "clients that leave" those; the file's
+other lines stay as they are. Exit code 1 where an answer was wrong or a request lost; the table is written all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NOTE = (
     f"`clients that leave`: with rounds of {ROUND_S:g} s, the rounds that ended between a client's closing its "
     "connection and its pages being free."
 )
-LEAVERS = 40
+LEAVERS, LEAVING = 40, "clients that leave"
 
 
 def line_of(report: Report) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def line_of(report: Report) -> dict[str, Any]:
 def line_of_leaving(leavings: Sequence[Leaving]) -> dict[str, Any]:
     rounds = [leaving.rounds for leaving in leavings]
     return {
-        "part": "clients that leave",
+        "part": LEAVING,
         "clients": len(leavings),
         "rounds": median(rounds),
         "most rounds": max(rounds),
@@ -61,14 +62,31 @@ def line_of_leaving(leavings: Sequence[Leaving]) -> dict[str, Any]:
     }
 
 
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The old lines with the new ones in the place of those of the same name, and with new columns where they stand."""
+
+    def name(line: dict[str, Any]) -> str:
+        return str(line.get("fault") or line["part"])
+
+    measured = {name(line): line for line in new}
+    lines = [measured.pop(name(line), line) for line in old]
+    shape = {key: None for line in new if "fault" in line for key in line}
+    return [{**shape, **line} if "fault" in line else line for line in (*lines, *measured.values())]
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="serve_table", description="Write the table of serving faults.")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     parser.add_argument("--times", type=int, default=None, help="of each fault, instead of at length")
+    parser.add_argument("--only", action="append", default=[], help="words of a fault's name; may be given again")
     arguments = parser.parse_args(argv)
     table, complaints = [], []
+
+    def wanted(name: str) -> bool:
+        return not arguments.only or any(words in name for words in arguments.only)
+
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch, rig(Path(scratch)) as served:
-        for scenario in SCENARIOS:
+        for scenario in filter(lambda scenario: wanted(scenario.name), SCENARIOS):
             if missing := scenario.missing(served):
                 print(f"{scenario.name}: left out, {missing}", file=sys.stderr)
                 continue
@@ -77,8 +95,11 @@ def main(argv: Sequence[str]) -> int:
             assert report.tally is not None
             complaints += [f"{scenario.name}: {complaint}" for complaint in report.tally.complaints]
             print(f"{table[-1]}", file=sys.stderr, flush=True)
-        served.settle()
-        table.append(line_of_leaving(measure(served, LEAVERS)))
+        if wanted(LEAVING):
+            served.settle()
+            table.append(line_of_leaving(measure(served, LEAVERS)))
+    if arguments.only and arguments.output.exists():
+        table = merged(json.loads(arguments.output.read_text(encoding="utf-8"))["table"], table)
     result = Result("faults", machine("float32"), 1, table, {}, NOTE).to_dict()
     arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print_result(result)

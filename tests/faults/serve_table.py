@@ -3,8 +3,9 @@
     python -m tests.faults.serve_table --output docs/benches/faults.json
     python pipelines/bench.py report --data docs/benches/*.json --output docs/benches/README.md
 
-`--only "engine thread"` measures the faults whose names hold these words, and "clients that leave" those; the file's
-other lines stay as they are. Exit code 1 where an answer was wrong or a request lost; the table is written all the same.
+`--only "engine thread"` measures the faults whose names hold these words, and `--only "clients that leave"` those; the
+file's other lines stay as they are. Exit code 1 where an answer was wrong or a request lost; the table is written all
+the same.
 """
 
 from __future__ import annotations

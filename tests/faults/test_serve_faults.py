@@ -48,7 +48,7 @@ def test_the_pages_of_a_client_that_leaves_are_free_within_a_round(served: Rig) 
 
 
 def test_the_soak_reports_latency_and_memory_of_a_running_service(served: Rig) -> None:
-    config = SoakBenchConfig(minutes=0.1, calibrate_s=2, sample_s=0.1, warm_share=0)
+    config = SoakBenchConfig(minutes=0.05, calibrate_s=1, sample_s=0.05, warm_share=0)
     served.settle()
     load, *memory = soak(config, served.service, served.questions)
     assert load["wrong"] == load["lost"] == load["errors"] == 0 and load["right"] == load["requests"] > 0

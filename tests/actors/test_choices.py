@@ -167,8 +167,8 @@ def test_every_answer_takes_a_slot_and_what_can_never_fit_is_a_400() -> None:
         refused = [await ask(*asked) for asked in ((2, first), (3, second), (5, second))]
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        backend.script = SCRIPT
-        return [*refused, *[await ask(2, key) for key in (first, second)]]
+        backend.script = [Finished(replace(SHORT, id=str(index))) for index in range(4)]
+        return [*refused, *[await ask(4, key) for key in (first, second)]]
 
     answers = with_client(backend, talk, keys=keys, limit=5, per_key=4)
     assert [answer.status_code for answer in answers] == [429, 429, 400, 200, 200]

@@ -117,13 +117,13 @@ def test_wait_ready_is_exit_0_when_a_token_was_generated(served: Served) -> None
 
 
 def test_wait_ready_is_exit_1_for_an_application_that_is_not_there(served: Served) -> None:
-    done = served.wait_ready("--application", "other", "--timeout", "3")
+    done = served.wait_ready("--application", "other", "--timeout", "5")
     assert done.returncode == 1
     assert "application other is not deployed; there is blockcast" in done.stderr
 
 
 def test_wait_ready_is_exit_1_where_serve_runs_but_http_is_elsewhere(served: Served) -> None:
-    done = served.wait_ready("--url", f"http://127.0.0.1:{free_port()}", "--timeout", "3")
+    done = served.wait_ready("--url", f"http://127.0.0.1:{free_port()}", "--timeout", "5")
     assert done.returncode == 1
     assert "status RUNNING" in done.stderr and "--url" in done.stderr
 

@@ -43,8 +43,8 @@ def test_no_answer_is_wrong_and_no_request_is_lost(served: Rig, scenario: Scenar
 
 def test_the_pages_of_a_client_that_leaves_are_free_within_a_round(served: Rig) -> None:
     served.settle()
-    rounds = sorted(leaving.rounds for leaving in measure(served, 5))
-    assert rounds[2] <= 1 and rounds[-1] <= 3, "the one that runs; a busy machine may notice it a little later"
+    rounds = sorted(leaving.rounds for leaving in measure(served, 3))
+    assert rounds[1] <= 1 and rounds[-1] <= 3, "the one that runs; a busy machine may notice it a little later"
 
 
 def test_the_soak_reports_latency_and_memory_of_a_running_service(served: Rig) -> None:

@@ -1,19 +1,27 @@
-"""LoRA adapters as `peft` saves them (adapter_config.json and adapter_model.safetensors), merged into a model."""
+"""LoRA adapters as `peft` saves them (adapter_config.json and adapter_model.safetensors): written, and merged into a
+model. One that was trained here has the model's block-diffusion entry beside it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from model.config import BlockDiffusionConfig
 from model.errors import UserError
 from model.sources import fetch_model, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BLOCK_DIFFUSION = "block_diffusion.json"  # ours: what the base model becomes with the adapter
 
 
 def merge_adapter(model: PreTrainedModel, source: str | Path) -> PreTrainedModel:
@@ -35,6 +43,39 @@ def merge_adapter(model: PreTrainedModel, source: str | Path) -> PreTrainedModel
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: the adapter does not fit the model: {first_line(error)}") from error
     return merged
+
+
+def save_adapter(
+    peft_model: Any,
+    weights: Mapping[str, Tensor],
+    base: str,
+    block_diffusion: BlockDiffusionConfig | None,
+    folder: Path,
+) -> None:
+    """Write an adapter as peft does. weights: whole, by their names in the peft model; base: the model it was made for.
+
+    block_diffusion: kept beside it, so that an autoregressive base with this adapter decodes in blocks.
+    """
+    from peft import get_peft_model_state_dict
+
+    folder.mkdir(parents=True)
+    config = replace(peft_model.peft_config["default"], base_model_name_or_path=base, inference_mode=True)
+    config.save_pretrained(folder)
+    named = get_peft_model_state_dict(peft_model, state_dict=dict(weights), save_embedding_layers=False)
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / WEIGHTS, {"format": "pt"})
+    if block_diffusion is not None:
+        (folder / BLOCK_DIFFUSION).write_text(json.dumps(block_diffusion.to_dict(), indent=1), encoding="utf-8")
+
+
+def adapter_block_diffusion(source: str | Path) -> BlockDiffusionConfig | None:
+    """The block-diffusion entry of an adapter that was trained here; None for another."""
+    path = fetch_model(source) / BLOCK_DIFFUSION
+    try:
+        return BlockDiffusionConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from error
 
 
 def adapter_revision(source: str | Path) -> str:

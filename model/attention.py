@@ -5,11 +5,11 @@ passes `attention_plan=...`, and each layer hands its rotated queries, keys and 
 are here; the decoding plan, which owns the cache, is in `model.decoding`.
 
 `StreamPlan` is the three-stream (or causal) training attention over the layout of `model.layout`:
-    [ clean blocks of all documents | noisy blocks, both views ]
-A query's keys are one contiguous stretch of the clean part plus, when noisy, its own block. So no 3L x 3L mask exists:
-the clean part is walked in tiles of queries against the stretch of keys that their documents reach, the own blocks are
-one batched call, and the two softmaxes are merged by their log-sum-exps. The backward pass recomputes each tile from
-the merged output and log-sum-exp (as ring attention does), so what is kept grows with the number of tokens only.
+    [ clean blocks of all documents | (causal blocks) | noisy blocks, both views ]
+A query's keys are one contiguous stretch before the noisy part plus, when noisy, its own block. So no 3L x 3L mask
+exists: the first part is walked in tiles of queries against the stretch of keys that their documents reach, the own
+blocks are one batched call, and the two softmaxes are merged by their log-sum-exps. The backward pass recomputes each
+tile from the merged output and log-sum-exp (as ring attention does), so what is kept grows with the tokens only.
 On CUDA the same predicate drives compiled flex attention.
 """
 
@@ -111,7 +111,8 @@ class StreamPlan:
     """Attention of one packed training sequence of T tokens: `clean` tokens first, then the noisy blocks.
 
     tokens: where each of the T tokens stands. predicate: who may attend (noisy tokens see their own block anyway).
-    skip_clean_output: layer index whose clean queries are not needed (the last one: nobody reads them).
+    unread: the first tokens, whose output of layer `last_layer` nobody reads: their queries are left out there. A
+    causal stream counts among the clean tokens, behind the unread ones, under document ids of its own.
     """
 
     tokens: Tokens
@@ -119,6 +120,7 @@ class StreamPlan:
     block_size: int
     predicate: Predicate
     last_layer: int
+    unread: int = 0
     tiles: list[Tile] = field(init=False)
     _flex: dict[int | None, Any] = field(init=False, default_factory=dict)
 
@@ -137,7 +139,7 @@ class StreamPlan:
             first.setdefault(document[index], index)
             last[document[index]] = index + 1
         step = max(TILE // self.block_size, 1) * self.block_size
-        for begin, end in ((0, self.clean), (self.clean, self.length)):
+        for begin, end in ((0, self.unread), (self.unread, self.clean), (self.clean, self.length)):
             for q0 in range(begin, end, step):
                 q1 = min(q0 + step, end)
                 reached = [d for d in dict.fromkeys(document[q0:q1]) if d in first]
@@ -278,9 +280,8 @@ class _StructuredAttention(torch.autograd.Function):
 
 
 def _needed(plan: StreamPlan, last: bool) -> Iterator[Tile]:
-    """Tiles that have keys; in the last layer of a noisy batch nobody reads the clean stream's output."""
-    drop_clean = last and plan.length > plan.clean
-    return (t for t in plan.tiles if t.k1 > t.k0 and not (drop_clean and t.q0 < plan.clean))
+    """Tiles that have keys, in the last layer without those whose output nobody reads."""
+    return (t for t in plan.tiles if t.k1 > t.k0 and not (last and t.q0 < plan.unread))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from model.adapters import adapter_revision, merge_adapter
+from model.adapters import adapter_block_diffusion, adapter_revision, merge_adapter
 from model.config import CONFIG_KEY, BlockDiffusionConfig, default_sub_block
 from model.errors import UserError
 from model.published import PUBLISHED_MASK, base_config, is_published, published_adaptation
@@ -87,6 +87,7 @@ def load_backbone(
     model = load_weights(folder, config, dtype) if weights is None else take_weights(folder, config, dtype, weights)
     if adapter is not None:
         model = merge_adapter(model, adapter)
+        block_diffusion = adapter_block_diffusion(adapter) or block_diffusion
     model = model.to(device).eval()
     if block_diffusion and block_diffusion.mask_token_id >= model.get_input_embeddings().num_embeddings:
         raise UserError(f"{folder}: mask_token_id {block_diffusion.mask_token_id} is outside the model's vocabulary.")

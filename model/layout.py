@@ -23,9 +23,8 @@ from torch import Tensor
 from model.attention import StreamPlan
 from model.corruption import IGNORED
 from model.errors import UserError
-from model.masks import CLEAN, NOISY_1, TAIL, Tokens, block_diffusion, causal
+from model.masks import CAUSAL, CLEAN, NOISY_1, TAIL, Tokens, block_diffusion, block_diffusion_beside_causal, causal
 
-VIEWS = 2
 HASH_BITS = 64
 
 
@@ -57,8 +56,9 @@ class RowBatch:
 class TrainingBatch:
     """One forward's worth: input_ids, position_ids [1, T]; slot and target [N]: logits of slot predict target.
 
-    weights [N] is 1 for a real prediction; a batch without any carries one of weight 0, so that every rank runs the
-    same modules. supervised_tokens counts labels (a document's first token has no prediction but counts).
+    weights [N] is 1 for a real prediction (in a causal stream beside the views the weight of its loss); a batch without
+    any carries one of weight 0, so that every rank runs the same modules. supervised_tokens counts labels (a document's
+    first token has no prediction but counts). rows [N]: the row of the batch that each prediction belongs to.
     """
 
     input_ids: Tensor
@@ -67,6 +67,7 @@ class TrainingBatch:
     slots: Tensor
     targets: Tensor
     weights: Tensor
+    rows: Tensor
     supervised_tokens: int
     batch_hash: str
 
@@ -89,41 +90,51 @@ class _Blocks:
 def lay_out_streams(
     rows: RowBatch,
     mask: Tensor,
-    views: tuple[Tensor, Tensor],
+    views: Sequence[Tensor],
     *,
     block_size: int,
     last_layer: int,
     keep_all: bool = False,
+    causal_weight: float = 0.0,
     batch_hash: str = "",
 ) -> TrainingBatch:
-    """The block-diffusion sequence of `rows`. mask: bool [B, L], what view 1 masks; views: the two noisy [B, L]."""
+    """The block-diffusion sequence of `rows`. mask: bool [B, L], what view 1 masks; views: the one or two noisy [B, L].
+
+    With one view every supervised token must be masked in it. causal_weight: above 0 a causal stream is laid beside the
+    clean one, and its next-token predictions are added with this weight.
+    """
     blocks = _blocks(rows, block_size)
     noisy, clean = _kept(blocks, keep_all)
-    clean_at, noisy_at = clean.flatten().nonzero()[:, 0], noisy.flatten().nonzero()[:, 0]
-    noisy_at = noisy_at.repeat_interleave(VIEWS)
-    view = torch.arange(len(noisy_at)) % VIEWS
-    token_ids = torch.stack((views[0], views[1], rows.input_ids)).unflatten(2, (-1, block_size)).flatten(1, 2)
-    order = torch.cat((clean_at, noisy_at))
-    stream = torch.cat((torch.full_like(clean_at, CLEAN), view + NOISY_1))
+    beside = _read_causally(blocks) if causal_weight else torch.zeros_like(clean)
+    clean_at, causal_at, noisy_at = (kept.flatten().nonzero()[:, 0] for kept in (clean, beside, noisy))
+    noisy_at = noisy_at.repeat_interleave(len(views))
+    view = torch.arange(len(noisy_at)) % len(views)
+    order = torch.cat((clean_at, causal_at, noisy_at))
+    stream = torch.cat((torch.full_like(clean_at, CLEAN), torch.full_like(causal_at, CAUSAL), view + NOISY_1))
+    unread, attended = len(clean_at) * block_size, (len(clean_at) + len(causal_at)) * block_size
     plan = StreamPlan(
         tokens=_tokens(rows, blocks, order, stream, block_size),
-        clean=len(clean_at) * block_size,
+        clean=attended,
         block_size=block_size,
-        predicate=block_diffusion,
+        predicate=block_diffusion_beside_causal if causal_weight else block_diffusion,
         last_layer=last_layer,
+        unread=unread,
     )
-    slots, targets = _shifted_targets(rows, mask, blocks, noisy, plan.clean, block_size)
-    positions = rows.position_ids.unflatten(1, (-1, block_size)).flatten(0, 1)
-    return _batch(
-        token_ids[stream, order].flatten(), positions[order].flatten(), plan, slots, targets, rows, batch_hash
-    )
+    slots, targets = _shifted_targets(rows, mask, blocks, noisy, attended, len(views))
+    weights = torch.ones(len(slots))
+    if causal_weight:
+        more, further = _next_targets(rows, blocks, causal_at, unread, block_size)
+        slots, targets = torch.cat((slots, more)), torch.cat((targets, further))
+        weights = torch.cat((weights, torch.full((len(more),), causal_weight)))
+    ids = torch.stack((views[0], views[-1], rows.input_ids, rows.input_ids))
+    return _batch(_as_blocks(ids, block_size)[stream, order], order, plan, slots, targets, weights, rows, batch_hash)
 
 
 def lay_out_causal(rows: RowBatch, *, block_size: int, last_layer: int, batch_hash: str = "") -> TrainingBatch:
     """The next-token sequence of `rows` (the AR control): every document up to its last supervised token's block."""
     blocks = _blocks(rows, block_size)
-    keep = _until_last(blocks.supervised | blocks.head, blocks) | _dummy(blocks, blocks.supervised | blocks.head)
-    order = keep.flatten().nonzero()[:, 0]
+    keep = _read_causally(blocks)
+    order = (keep | _dummy(keep)).flatten().nonzero()[:, 0]
     plan = StreamPlan(
         tokens=_tokens(rows, blocks, order, torch.full_like(order, CLEAN), block_size),
         clean=len(order) * block_size,
@@ -131,13 +142,22 @@ def lay_out_causal(rows: RowBatch, *, block_size: int, last_layer: int, batch_ha
         predicate=causal,
         last_layer=last_layer,
     )
-    where = torch.full((keep.numel(),), -1).scatter(0, order, torch.arange(len(order)))
-    row, position = _predicted(rows, blocks, block_size)
-    source = row * rows.input_ids.shape[1] + position - 1
-    slots = where[source // block_size] * block_size + source % block_size
-    ids = rows.input_ids.unflatten(1, (-1, block_size)).flatten(0, 1)[order].flatten()
-    positions = rows.position_ids.unflatten(1, (-1, block_size)).flatten(0, 1)[order].flatten()
-    return _batch(ids, positions, plan, slots, rows.labels[row, position], rows, batch_hash)
+    slots, targets = _next_targets(rows, blocks, order, 0, block_size)
+    ids = _as_blocks(rows.input_ids[None], block_size)[0, order]
+    return _batch(ids, order, plan, slots, targets, torch.ones(len(slots)), rows, batch_hash)
+
+
+def stream_lengths(rows: RowBatch, block_size: int, *, views: int, causal_stream: bool) -> Tensor:
+    """Tokens that `lay_out_streams` lays out for each row, int64 [B]."""
+    blocks = _blocks(rows, block_size)
+    noisy, clean = _kept(blocks, keep_all=False)
+    count = views * noisy.sum(1) + clean.sum(1)
+    return block_size * (count + _read_causally(blocks).sum(1) if causal_stream else count)
+
+
+def causal_lengths(rows: RowBatch, block_size: int) -> Tensor:
+    """Tokens that `lay_out_causal` lays out for each row, int64 [B]."""
+    return block_size * _read_causally(_blocks(rows, block_size)).sum(1)
 
 
 def hash_batch(sample_ids: Sequence[int], *ids: Tensor) -> str:
@@ -191,7 +211,7 @@ def _kept(blocks: _Blocks, keep_all: bool) -> tuple[Tensor, Tensor]:
         every = torch.ones_like(blocks.supervised)
         return every, every
     noisy = blocks.supervised | _shift_left(blocks.head)
-    noisy = noisy | _dummy(blocks, noisy)
+    noisy = noisy | _dummy(noisy)
     return noisy, _until_last(noisy, blocks) & ~_last_of(noisy, blocks)
 
 
@@ -199,11 +219,16 @@ def _shift_left(flags: Tensor) -> Tensor:
     return torch.cat((flags[:, 1:], torch.zeros_like(flags[:, :1])), 1)
 
 
-def _dummy(blocks: _Blocks, kept: Tensor) -> Tensor:
+def _dummy(kept: Tensor) -> Tensor:
     """Something to run on when nothing is supervised: the first block."""
-    first = torch.zeros_like(blocks.supervised)
+    first = torch.zeros_like(kept)
     first[0, 0] = not bool(kept.any())
     return first
+
+
+def _read_causally(blocks: _Blocks) -> Tensor:
+    """Blocks that next-token predictions need, bool [B, L / K]: each document up to its last supervised token."""
+    return _until_last(blocks.supervised | blocks.head, blocks)
 
 
 def _until_last(flags: Tensor, blocks: _Blocks) -> Tensor:
@@ -222,12 +247,16 @@ def _last_of(flags: Tensor, blocks: _Blocks) -> Tensor:
 
 
 def _tokens(rows: RowBatch, blocks: _Blocks, order: Tensor, stream: Tensor, block_size: int) -> Tokens:
-    """Facts of each laid-out token. Document ids are made unique across rows; every tail block is its own."""
-    count = blocks.document.shape[1]
+    """Facts of each laid-out token. Document ids are made unique across rows; every tail block is its own.
+
+    A document of the causal stream is another than that of the clean one: it has keys and values of its own.
+    """
+    rows_count, count = blocks.document.shape
     row, block = order // count, order % count
     document = blocks.document.flatten()[order]
     stride = int(blocks.document.max()) + 2
-    unique = torch.where(document == TAIL, -2 - order, row * stride + document)
+    copy = row + rows_count * (stream == CAUSAL)
+    unique = torch.where(document == TAIL, -2 - order, copy * stride + document)
     position = block[:, None] * block_size + torch.arange(block_size)
     spread = lambda x: x.repeat_interleave(block_size)  # noqa: E731
     return Tokens(spread(stream), spread(unique), spread(block), position.flatten())
@@ -242,30 +271,55 @@ def _predicted(rows: RowBatch, blocks: _Blocks, block_size: int) -> tuple[Tensor
 
 
 def _shifted_targets(
-    rows: RowBatch, mask: Tensor, blocks: _Blocks, noisy: Tensor, offset: int, block_size: int
+    rows: RowBatch, mask: Tensor, blocks: _Blocks, noisy: Tensor, offset: int, views: int
 ) -> tuple[Tensor, Tensor]:
     """Slots [N] of the laid-out sequence whose logits predict targets [N]: one to the left, in the masking view."""
+    length = rows.input_ids.shape[1]
+    block_size = length // noisy.shape[1]
     row, position = _predicted(rows, blocks, block_size)
     rank = noisy.flatten().cumsum(0) - 1
-    source = row * rows.input_ids.shape[1] + position - 1
+    source = row * length + position - 1
     view = torch.where(mask[row, position], 0, 1)
-    slots = offset + (rank[source // block_size] * VIEWS + view) * block_size + source % block_size
+    slots = offset + (rank[source // block_size] * views + view) * block_size + source % block_size
     return slots, rows.labels[row, position]
 
 
+def _next_targets(
+    rows: RowBatch, blocks: _Blocks, order: Tensor, offset: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Slots [N] and targets [N] of a causal stream that holds the blocks `order` from `offset` on."""
+    where = torch.full((blocks.document.numel(),), -1).scatter(0, order, torch.arange(len(order)))
+    row, position = _predicted(rows, blocks, block_size)
+    source = row * rows.input_ids.shape[1] + position - 1
+    return offset + where[source // block_size] * block_size + source % block_size, rows.labels[row, position]
+
+
+def _as_blocks(ids: Tensor, block_size: int) -> Tensor:
+    """[S, B, L] as [S, B * L / K, K]."""
+    return ids.unflatten(2, (-1, block_size)).flatten(1, 2)
+
+
 def _batch(
-    ids: Tensor, positions: Tensor, plan: StreamPlan, slots: Tensor, targets: Tensor, rows: RowBatch, batch_hash: str
+    ids: Tensor,
+    order: Tensor,
+    plan: StreamPlan,
+    slots: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    rows: RowBatch,
+    batch_hash: str,
 ) -> TrainingBatch:
-    weights = torch.ones(len(slots))
+    """ids: int64 [blocks, K] of the laid-out blocks, which stand at `order` in the rows."""
     if not len(slots):
         slots, targets, weights = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.zeros(1)
     return TrainingBatch(
-        input_ids=ids[None],
-        position_ids=positions[None],
+        input_ids=ids.flatten()[None],
+        position_ids=_as_blocks(rows.position_ids[None], plan.block_size)[0, order].flatten()[None],
         plan=plan,
         slots=slots,
         targets=targets,
         weights=weights,
+        rows=order[slots // plan.block_size] // (rows.input_ids.shape[1] // plan.block_size),
         supervised_tokens=rows.supervised_tokens,
         batch_hash=batch_hash,
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NOISY_1, NOISY_2, CLEAN = 0, 1, 2
+NOISY_1, NOISY_2, CLEAN, CAUSAL = 0, 1, 2, 3
 TAIL = -1  # document id of the unused end of a packed row
 
 Predicate = Callable[["Tokens", "Tokens"], Tensor]
@@ -58,6 +58,12 @@ def m_bc(q: Tokens, k: Tokens) -> Tensor:
 def block_diffusion(q: Tokens, k: Tokens) -> Tensor:
     """The training mask of Fast-dLLM v2, for two (2L) or three (3L) streams."""
     return same_document(q, k) & (m_bd(q, k) | m_obc(q, k) | m_bc(q, k))
+
+
+def block_diffusion_beside_causal(q: Tokens, k: Tokens) -> Tensor:
+    """The training mask with a fourth stream, which reads the clean tokens causally and which nobody else sees."""
+    alone = (q.stream == CAUSAL) & (k.stream == CAUSAL)
+    return torch.where(alone, causal(q, k), block_diffusion(q, k) & (q.stream != CAUSAL) & (k.stream != CAUSAL))
 
 
 def two_tower(q: Tokens, k: Tokens) -> Tensor:

@@ -8,20 +8,29 @@ head runs once per forward on the predicted slots only, and a batch without supe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from model.attention import StreamPlan
+from model.ablations import supervised_where, without_padding
 from model.corruption import complementary_views, draw_noise, row_generator
+from model.cross_entropy import LossHead
 from model.errors import UserError
-from model.layout import RowBatch, TrainingBatch, check_blocks, hash_batch, lay_out_causal, lay_out_streams
+from model.layout import (
+    RowBatch,
+    TrainingBatch,
+    causal_lengths,
+    check_blocks,
+    hash_batch,
+    lay_out_causal,
+    lay_out_streams,
+    stream_lengths,
+)
 from model.masks import Tokens
 
 OBJECTIVES = ("block_diffusion", "next_token")
@@ -35,10 +44,19 @@ class Objective(Protocol):
         """rows: B rows; sample_ids: their B global indices; epoch: 0-based pass over the data, one or one a row."""
         ...
 
+    def lengths(self, rows: RowBatch) -> Tensor:
+        """Tokens that the network runs on for each row, int64 [B]: what a micro-batch of these rows costs."""
+        ...
+
 
 @dataclass(frozen=True)
 class BlockDiffusion:
-    """Complementary masks, token shift, block attention (Fast-dLLM v2)."""
+    """Complementary masks, token shift, block attention (Fast-dLLM v2).
+
+    ar_loss_weight: above 0, the next-token loss of the same tokens is added with this weight, on a causal stream of its
+    own. complementary_masks, document_padding: False for the paper's ablation; with one view only what it masks is
+    supervised.
+    """
 
     block_size: int
     mask_token_id: int
@@ -46,6 +64,18 @@ class BlockDiffusion:
     last_layer: int
     document_mask: bool = True
     keep_all: bool = False
+    complementary_masks: bool = True
+    document_padding: bool = True
+    ar_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.document_mask and not self.document_padding:
+            raise UserError(
+                "document_padding false puts two documents into one block, which document_mask true keeps apart: "
+                "set document_mask to false as well."
+            )
+        if self.ar_loss_weight and not self.complementary_masks:
+            raise UserError("ar_loss_weight needs complementary masks: set it to 0, or complementary_masks to true.")
 
     def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TrainingBatch:
         check_blocks(rows, self.block_size)
@@ -57,8 +87,10 @@ class BlockDiffusion:
 
     def corrupted(self, rows: RowBatch, mask: Tensor, sample_ids: Sequence[int]) -> TrainingBatch:
         """The batch under a given mask: bool [B, L], True where view 1 masks a supervised token."""
-        rows = rows if self.document_mask else rows.without_documents()
-        views = complementary_views(rows.input_ids, rows.labels, mask, self.mask_token_id)
+        rows = self._arranged(rows)
+        views: Sequence[Tensor] = complementary_views(rows.input_ids, rows.labels, mask, self.mask_token_id)
+        if not self.complementary_masks:
+            rows, views = supervised_where(rows, mask), views[:1]
         return lay_out_streams(
             rows,
             mask,
@@ -66,8 +98,19 @@ class BlockDiffusion:
             block_size=self.block_size,
             last_layer=self.last_layer,
             keep_all=self.keep_all,
+            causal_weight=self.ar_loss_weight,
             batch_hash=hash_batch(sample_ids, *views),
         )
+
+    def lengths(self, rows: RowBatch) -> Tensor:
+        """With one view an upper bound: what it will not mask is not yet left out."""
+        views = 2 if self.complementary_masks else 1
+        arranged = self._arranged(rows)
+        return stream_lengths(arranged, self.block_size, views=views, causal_stream=self.ar_loss_weight > 0)
+
+    def _arranged(self, rows: RowBatch) -> RowBatch:
+        rows = rows if self.document_padding else without_padding(rows, self.mask_token_id)
+        return rows if self.document_mask else rows.without_documents()
 
 
 @dataclass(frozen=True)
@@ -79,7 +122,7 @@ class NextToken:
     document_mask: bool = True
 
     def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TrainingBatch:
-        rows = rows if self.document_mask else rows.without_documents()
+        rows = self._arranged(rows)
         return lay_out_causal(
             rows,
             block_size=self.block_size,
@@ -87,43 +130,95 @@ class NextToken:
             batch_hash=hash_batch(sample_ids, rows.input_ids),
         )
 
+    def lengths(self, rows: RowBatch) -> Tensor:
+        return causal_lengths(self._arranged(rows), self.block_size)
+
+    def _arranged(self, rows: RowBatch) -> RowBatch:
+        return rows if self.document_mask else rows.without_documents()
+
 
 def make_objective(
-    name: str, *, block_size: int, mask_token_id: int, seed: int, layers: int, document_mask: bool = True
+    name: str,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    seed: int,
+    layers: int,
+    document_mask: bool = True,
+    complementary_masks: bool = True,
+    document_padding: bool = True,
+    ar_loss_weight: float = 0.0,
 ) -> Objective:
-    """name: one of OBJECTIVES. layers: the model's number of decoder layers. Raises UserError for another name."""
+    """name: one of OBJECTIVES. layers: the model's number of decoder layers. The other options are BlockDiffusion's.
+
+    Raises UserError for another name, and for options that the objective has not.
+    """
     if name == "block_diffusion":
-        return BlockDiffusion(block_size, mask_token_id, seed, layers - 1, document_mask)
+        return BlockDiffusion(
+            block_size,
+            mask_token_id,
+            seed,
+            layers - 1,
+            document_mask,
+            complementary_masks=complementary_masks,
+            document_padding=document_padding,
+            ar_loss_weight=ar_loss_weight,
+        )
     if name == "next_token":
+        if not complementary_masks or not document_padding or ar_loss_weight:
+            raise UserError(
+                "complementary_masks, document_padding and ar_loss_weight belong to block_diffusion: "
+                "leave them out with the objective next_token."
+            )
         return NextToken(block_size, layers - 1, document_mask)
     raise UserError(f"objective must be one of {', '.join(OBJECTIVES)}, not {name!r}.")
 
 
 class TrainingModel(nn.Module):
-    """A causal LM and its loss in one module, for DeepSpeed to wrap."""
+    """A causal LM and its loss in one module, for DeepSpeed to wrap.
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    observe: is shown every batch with the cross-entropy of each of its predictions, [N], detached; it changes nothing.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, observe: Callable[[TrainingBatch, Tensor], None] | None = None):
         super().__init__()
+        head = causal_lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UserError(f"{type(causal_lm).__name__} has no linear head over its vocabulary: it cannot be trained.")
+        causal_lm.set_output_embeddings(LossHead.in_place_of(head))
         self.causal_lm = causal_lm
+        self.observe = observe
 
     def forward(self, batch: TrainingBatch) -> Tensor:
         """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's predictions."""
-        return (token_losses(self.causal_lm, batch) * batch.weights.to(batch.input_ids.device)).sum()
+        states = predicting_states(self.causal_lm, batch)
+        targets, weights = batch.targets.to(states.device), batch.weights.to(states.device)
+        total, losses = self.causal_lm.get_output_embeddings()(states, targets, weights)
+        if self.observe is not None:
+            self.observe(batch, losses)
+        loss: Tensor = total
+        return loss
 
 
 def token_losses(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-    """Cross-entropy of each prediction, [N]."""
-    logits = predicted_logits(causal_lm, batch)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return functional.cross_entropy(wide, batch.targets.to(logits.device), reduction="none")
+    """Cross-entropy of each prediction, [N]; without gradients."""
+    head = LossHead.in_place_of(causal_lm.get_output_embeddings())
+    with torch.no_grad():
+        states = predicting_states(causal_lm, batch)
+        losses: Tensor = head(states, batch.targets.to(states.device))[1]
+    return losses
 
 
 def predicted_logits(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     """Logits [N, V] at the batch's slots; the head never sees any other position."""
-    hidden = hidden_states(causal_lm, batch)
-    head = causal_lm.get_output_embeddings()
-    logits: Tensor = head(hidden[0].index_select(0, batch.slots.to(hidden.device)))
+    logits: Tensor = causal_lm.get_output_embeddings()(predicting_states(causal_lm, batch))
     return logits
+
+
+def predicting_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+    """Final hidden states [N, H] at the batch's slots: what its predictions are read from."""
+    hidden = hidden_states(causal_lm, batch)
+    return hidden[0].index_select(0, batch.slots.to(hidden.device))
 
 
 def hidden_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
@@ -142,9 +237,7 @@ def hidden_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
 def to_device(batch: TrainingBatch, device: torch.device | str) -> TrainingBatch:
     """The batch with every tensor on `device`."""
     plan = batch.plan
-    moved = StreamPlan(
-        Tokens(*(x.to(device) for x in plan.tokens)), plan.clean, plan.block_size, plan.predicate, plan.last_layer
-    )
+    moved = replace(plan, tokens=Tokens(*(x.to(device) for x in plan.tokens)))
     names = ("input_ids", "position_ids", "slots", "targets", "weights")
     return replace(batch, plan=moved, **{n: getattr(batch, n).to(device) for n in names})
 

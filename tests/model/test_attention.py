@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import attention
+from model.ablations import supervised_where
 from model.attention import StreamPlan
 from model.backbone import load_backbone
 from model.errors import UserError
@@ -22,12 +23,20 @@ from tests.oracles import DensePlan
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
-def plan_of(rows: RowBatch, *, causal: bool = False, keep_all: bool = False, block_size: int = 8) -> StreamPlan:
+def plan_of(
+    rows: RowBatch, *, causal: bool = False, keep_all: bool = False, block_size: int = 8, streams: int = 3
+) -> StreamPlan:
+    """streams: of the noisy kind of plan, two (one view) to four (a causal one beside the clean one)."""
     mask = torch.rand(rows.input_ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     if causal:
         return lay_out_causal(rows, block_size=block_size, last_layer=9).plan
-    views = (rows.input_ids, rows.input_ids)
-    return lay_out_streams(rows, mask, views, block_size=block_size, last_layer=9, keep_all=keep_all).plan
+    views = (rows.input_ids, rows.input_ids)[: 1 if streams == 2 else 2]
+    rows = supervised_where(rows, mask) if streams == 2 else rows
+    weight = 0.5 if streams == 4 else 0.0
+    laid_out = lay_out_streams(
+        rows, mask, views, block_size=block_size, last_layer=9, keep_all=keep_all, causal_weight=weight
+    )
+    return laid_out.plan
 
 
 def qkv(plan: StreamPlan, seed: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -60,17 +69,26 @@ def out_and_gradients(
     blocks=st.integers(1, 12),
     block_size=st.sampled_from([1, 2, 4, 8, 16]),
     causal=st.booleans(),
+    streams=st.sampled_from([2, 3, 4]),
     keep_all=st.booleans(),
     window=st.sampled_from([None, 16, 40]),
     tile=st.sampled_from([8, 32, 128]),
 )
 def test_structured_attention_and_its_gradients_equal_the_dense_mask(
-    seed: int, rows: int, blocks: int, block_size: int, causal: bool, keep_all: bool, window: int | None, tile: int
+    seed: int,
+    rows: int,
+    blocks: int,
+    block_size: int,
+    causal: bool,
+    streams: int,
+    keep_all: bool,
+    window: int | None,
+    tile: int,
 ) -> None:
     before, attention.TILE = attention.TILE, tile
     try:
         batch = random_rows(seed, rows=rows, blocks=blocks, block_size=block_size)
-        plan = plan_of(batch, causal=causal, keep_all=keep_all, block_size=block_size)
+        plan = plan_of(batch, causal=causal, keep_all=keep_all, block_size=block_size, streams=streams)
     finally:
         attention.TILE = before
     inputs = qkv(plan, seed)

@@ -33,7 +33,7 @@ from actors.training.checkpoints import CheckpointStore
 from actors.training.rows import PackedRows, holds_rows
 from actors.training.run_files import METRICS, read_metrics
 from actors.training.settings import TrainSettings, deepspeed_settings
-from model.backbone import load_tokenizer, read_config, revision_of
+from model.backbone import context_length_of, load_tokenizer, read_config, revision_of
 from model.demo_base import demo_base_model
 from model.errors import UserError
 from model.sources import fetch_model
@@ -55,7 +55,7 @@ from pipelines.prepare import PrepareConfig, TasksConfig
 from pipelines.training.curve import draw_loss
 from pipelines.training.launch import train
 from pipelines.training.resources import Placement, cluster_expected, cluster_here, place_workers, wait_for_workers
-from pipelines.training.section import TrainSection
+from pipelines.training.section import TrainSection, worker_keys
 
 ROWS = "rows"
 ASSESS = "assess"
@@ -140,13 +140,25 @@ def plan(config: AdaptConfig) -> dict[str, Any]:
 def _inputs(config: AdaptConfig, base: str) -> dict[str, str]:
     """Hashes of what is read. Raises UserError where the base is no model, or rows were packed otherwise than asked."""
     folder = fetch_model(base)
-    read_config(folder, load_tokenizer(folder))
+    described, _ = read_config(folder, load_tokenizer(folder))
     inputs = {"the base model": revision_of(folder)}
     if not _is_rows(config.data):
+        _check_length(config.pack.context_length, context_length_of(described), base)
         return inputs
     packed = PackedRows(config.data[0])
     _check_pack(config, packed)
+    _check_length(packed.format.context_length, context_length_of(described), base)
     return inputs | hash_inputs(packed.inputs)
+
+
+def _check_length(context_length: int, positions: int, base: str) -> None:
+    """Raises UserError for rows in which a document may be longer than the model can count."""
+    if context_length > positions:
+        raise UserError(
+            f"Rows of {context_length:,} tokens are longer than the {positions:,} positions of {base}: "
+            f"give --pack.context_length {positions} or less, or raise max_position_embeddings in the model's "
+            "config.json where its positions can be stretched."
+        )
 
 
 def _is_rows(data: Sequence[str]) -> bool:
@@ -221,8 +233,7 @@ def _check_pack(config: AdaptConfig, packed: PackedRows) -> None:
 
 
 def _settings(config: AdaptConfig, base: str, rows: str, identity: str, placement: Placement) -> TrainSettings:
-    own = config.train.model_dump(exclude={"workers", "device", "cpus_per_worker", "max_failures"})
-    return TrainSettings(
+    settings = TrainSettings(
         model=base,
         rows=rows,
         output=str(config.output),
@@ -232,8 +243,10 @@ def _settings(config: AdaptConfig, base: str, rows: str, identity: str, placemen
         device=placement.device,
         workers=placement.workers,
         threads=placement.threads,
-        **own,
+        **worker_keys(config.train),
     )
+    settings.check()
+    return settings
 
 
 def _check_checkpoint(settings: TrainSettings) -> None:
@@ -253,17 +266,22 @@ def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, 
     """Draw the curve and sum the run up."""
     filesystem, root = url_to_fs(str(config.output))
     records = read_metrics(filesystem, f"{root.rstrip('/')}/{METRICS}")
+    taken = [record for record in records if record["loss"] is not None]
     with output.stage("loss.png") as path:
-        draw_loss(records, f"{config.objective}, {config.train.steps} steps", path)
-    losses = [record["loss"] for record in records]
+        draw_loss(taken, f"{config.objective}, {config.train.steps} steps", path)
+    losses = [record["loss"] for record in taken]
+    skipped = len(records) - len(taken)
+    if skipped:
+        print(f"adapt: {skipped:,} of {len(records):,} steps were skipped: their loss or gradient was not finite.")
     last = max(1, round(len(losses) * LAST_SHARE))
     return {
         "steps": len(records),
         "rows": rows,
         "epochs": round(len(records) * config.train.rows_per_step / rows, 3),
         "supervised_tokens": sum(record["supervised_tokens"] for record in records),
-        "first_loss": losses[0],
-        "last_loss": float(np.mean(losses[-last:])),
+        "skipped_steps": skipped,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": float(np.mean(losses[-last:])) if losses else None,
         "tokens_per_second": float(np.median([record["tokens_per_second"] for record in records])),
     }
 

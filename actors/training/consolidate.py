@@ -19,6 +19,7 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
+from actors.training.lora import LORA_A
 from actors.training.zero import TAG
 from model.errors import UserError
 
@@ -45,7 +46,7 @@ class OpenCheckpoint:
         return found
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by its name in the network."""
+        """Every weight by its name in the network. Raises UserError where the shards do not hold it."""
         return {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, dtype)}
 
 
@@ -76,9 +77,13 @@ def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """(name in the trained module, tensor) of every weight, from float32; one at a time is whole in memory."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    if not list(Path(folder, TAG).glob("*optim_states.pt")):
+        raise UserError(f"{folder} was written with --train.zero_stage 0: export the run's model/ instead.")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG, lazy_mode=True)
+    if any(LORA_A in name for name in lazy):
+        raise UserError(f"{folder} is of a run that trains an adapter: export the run's model/ instead.")
     whole: dict[int, Tensor] = {}
     for name, tensor in lazy.items():
         if id(tensor) not in whole:  # tied weights are one object under two names

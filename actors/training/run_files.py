@@ -22,15 +22,24 @@ TOKEN = ".run"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch."""
+    """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch.
+
+    skipped: the sample ids for whose sake the step changed nothing; it has neither loss nor grad_norm then. None has no
+    place in the line otherwise.
+    """
 
     step: int
-    loss: float
+    loss: float | None
     supervised_tokens: int
     batch_hash: str
     learning_rate: float
-    grad_norm: float
+    grad_norm: float | None
     tokens_per_second: float
+    skipped: list[int] | None = None
+
+    def line(self) -> dict[str, Any]:
+        always = ("loss", "grad_norm")
+        return {name: value for name, value in asdict(self).items() if value is not None or name in always}
 
 
 class Fence:
@@ -75,7 +84,7 @@ class MetricsLog:
 
     def append(self, record: StepRecord) -> None:
         self._fence.check()
-        line = json.dumps(asdict(record)) + "\n"
+        line = json.dumps(record.line()) + "\n"
         self._lines.append(line)
         if self._local:
             with open(self._place, "a", encoding="utf-8") as file:

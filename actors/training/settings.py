@@ -1,17 +1,19 @@
-"""What a training run is told: one frozen noun, the learning rate as a function of the step, DeepSpeed's settings.
+"""What a training run is told: one frozen noun, and DeepSpeed's settings.
 
 Everything here is plain data, made by the driver and sent to every worker; nothing imports DeepSpeed or Ray.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from actors.training.lora import LoraSettings
+from actors.training.offload import NOTHING, Offload
 from actors.training.rows import micro_steps
+from actors.training.schedule import Schedule
+from model.objective import make_objective
 
-SCHEDULES = ("cosine", "constant")
 CPU_BUCKET = 10_000_000  # elements; above it the copies of a bucket no longer come from warm memory
 NEVER_PARTITIONED = 10**12  # a persistence threshold (elements) that every parameter is below
 
@@ -48,48 +50,76 @@ class TrainSettings:
     activation_checkpointing: bool
     checkpoint_every: int
     keep_checkpoints: int
+    zero_stage: int = 3
+    offload: Offload = NOTHING
+    decay_share: float = 0.2
+    micro_tokens: int | None = None
+    complementary_masks: bool = True
+    document_padding: bool = True
+    ar_loss_weight: float = 0.0
+    lora: LoraSettings | None = None
+    on_nan: str = "stop"
+
+    def check(self) -> None:
+        """Raises UserError where options do not go together."""
+        self.offload.check(device=self.device, zero_stage=self.zero_stage)
+        make_objective(self.objective, block_size=1, mask_token_id=0, seed=0, layers=1, **self.objective_options)
+
+    @property
+    def objective_options(self) -> dict[str, Any]:
+        """What make_objective is told beside sizes and seed."""
+        return {
+            "document_mask": self.document_mask,
+            "complementary_masks": self.complementary_masks,
+            "document_padding": self.document_padding,
+            "ar_loss_weight": self.ar_loss_weight,
+        }
 
     @property
     def micro_steps(self) -> int:
-        """Forwards a worker runs in a step."""
-        return micro_steps(self.rows_per_step, self.workers, self.micro_rows)
+        """Forwards a worker runs in a step; with a token budget, the most that it may need."""
+        return micro_steps(self.rows_per_step, self.workers, 1 if self.micro_tokens else self.micro_rows)
 
     def learning_rate_at(self, step: int) -> float:
-        """The rate of a 0-based step: linear warm-up from above 0, then constant or a cosine to its final share."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.learning_rate
-        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.learning_rate * (self.final_share + (1 - self.final_share) * cosine)
+        """The rate of a 0-based step."""
+        return Schedule(
+            kind=self.schedule,
+            highest=self.learning_rate,
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            final_share=self.final_share,
+            decay_share=self.decay_share,
+        ).rate(step)
 
 
 def deepspeed_settings(settings: TrainSettings) -> dict[str, Any]:
-    """The dictionary that deepspeed.initialize gets: ZeRO-3, gradients accumulated in float32.
+    """The dictionary that deepspeed.initialize gets: the ZeRO stage, gradients accumulated in float32.
 
-    A lone worker has nobody to share with: its parameters stay whole, so that no forward gathers or releases them.
-    Accumulating in float32 is exact where bfloat16 loses small gradients, and cheaper: the optimizer need not convert.
+    Stage 0 shares nothing out, and there DeepSpeed can only accumulate in the format of the parameters. A lone worker
+    has nobody to share with: its parameters stay whole, so that no forward gathers or releases them. Accumulating in
+    float32 is exact where bfloat16 loses small gradients, and cheaper: the optimizer need not convert.
     CPU seconds of one thread for 134 M parameters, 256 tokens a micro-step, on a busy machine (plain torch loop /
     DeepSpeed as it comes / these settings): micro-step 1.7 / 2.2 to 2.5 / 2.2; optimizer 0.2 / 0.8 to 1.5 / 0.6.
     The difference does not grow with the tokens, so few large micro-steps hide it.
     """
     zero: dict[str, Any] = {
-        "stage": 3,
+        "stage": settings.zero_stage,
         "contiguous_gradients": True,
         "overlap_comm": settings.device == "cuda",
         "memory_efficient_linear": False,
+        **settings.offload.settings(),
     }
     if settings.device == "cpu":
         zero["reduce_bucket_size"] = CPU_BUCKET
-    if settings.workers == 1:
+    if settings.workers == 1 and settings.zero_stage == 3 and settings.offload.parameters == "none":
         zero |= {"stage3_param_persistence_threshold": NEVER_PARTITIONED, "stage3_prefetch_bucket_size": 0}
+    narrow = settings.zero_stage == 0 and settings.dtype == "bfloat16"
     return {
         "train_micro_batch_size_per_gpu": settings.micro_rows,
         "gradient_accumulation_steps": settings.micro_steps,
         "gradient_clipping": settings.clip,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "bf16" if narrow else "fp32"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

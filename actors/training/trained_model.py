@@ -24,13 +24,18 @@ def publish_model(backbone: Backbone, weights: Mapping[str, Tensor], output: str
 
     guard: called before the name is given. Raises JobError where what was written does not load as what was trained.
     """
+    publish_folder(output, FOLDER, lambda folder: _write(backbone, weights, folder), guard)
+
+
+def publish_folder(output: str, name: str, write: Callable[[Path], None], guard: Callable[[], None]) -> None:
+    """Let `write` make a folder, then call guard, then give it its name below the output."""
     filesystem, root = url_to_fs(output)
-    place = f"{root.rstrip('/')}/{FOLDER}"
+    place = f"{root.rstrip('/')}/{name}"
     if "file" in filesystem.protocol:
-        partial = Path(place).with_name(f".{FOLDER}.partial")
+        partial = Path(place).with_name(f".{name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            _write(backbone, weights, partial)
+            write(partial)
             guard()
             shutil.rmtree(place, ignore_errors=True)
             partial.rename(place)
@@ -39,17 +44,22 @@ def publish_model(backbone: Backbone, weights: Mapping[str, Tensor], output: str
             raise
         return
     with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
-        _write(backbone, weights, Path(scratch, FOLDER))
+        write(Path(scratch, name))
         guard()
-        filesystem.put(f"{scratch}/{FOLDER}", place, recursive=True)
+        filesystem.put(f"{scratch}/{name}", place, recursive=True)
 
 
 def _write(backbone: Backbone, weights: Mapping[str, Tensor], folder: Path) -> None:
     save_backbone(replace(backbone, model=rebuild(backbone.model, weights)), folder)
     loaded = dict(load_backbone(folder, dtype=next(iter(weights.values())).dtype).model.named_parameters())
-    different = [name for name, tensor in weights.items() if name not in loaded or not loaded[name].equal(tensor)]
+    different = [name for name, tensor in weights.items() if name not in loaded or not _same(loaded[name], tensor)]
     if different:
         raise JobError(f"The model written to {folder} does not load as it was trained ({different[0]} differs).")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal, a NaN to a NaN: a base model may hold some in rows that nobody uses."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def rebuild(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:

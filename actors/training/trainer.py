@@ -1,4 +1,4 @@
-"""What a Ray Train worker does: ZeRO-3 steps over packed rows, a metrics line each, checkpoints, the final model.
+"""What a Ray Train worker does: ZeRO steps over packed rows, a metrics line each, checkpoints, the final model.
 
 A step's rows, their corruption, the learning rate and every random draw follow from (seed, step) by arithmetic, so a
 checkpoint holds weights and optimizer state only, and a resumed run repeats the uninterrupted one bit for bit on the
@@ -14,8 +14,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,23 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from torch import Tensor
 
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Commit
 from actors.training.consolidate import DESCRIPTION
-from actors.training.ranks import Ranks, halves, whole
-from actors.training.rows import PackedRows, RowOrder, Sample, share
+from actors.training.lora import Adapter, publish_adapter
+from actors.training.micro_batches import MicroBatches, Totals
+from actors.training.non_finite import NonFinite
+from actors.training.ranks import Ranks
+from actors.training.rows import PackedRows
 from actors.training.run_files import Fence, MetricsLog, StepRecord
 from actors.training.settings import TrainSettings
 from actors.training.trained_model import publish_model
+from actors.training.update import finish_step
 from actors.training.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion, save_description
-from model.corruption import IGNORED
 from model.errors import JobError, UserError
-from model.layout import TrainingBatch, combine_hashes
 from model.objective import Objective, TrainingModel, make_objective, to_device
 from model.sources import fetch_model
 
@@ -70,24 +72,6 @@ class Link:
         return self._first and bool(ray.get(self._board.stop_requested.remote()))
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward. tokens: of its documents, padding inside their last blocks included; real: False for a filler."""
-
-    batch: TrainingBatch
-    tokens: int
-    real: bool
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a global batch adds up to over all ranks."""
-
-    supervised_tokens: int
-    tokens: int
-    batch_hash: str
-
-
 def train_worker(config: dict[str, Any]) -> None:
     """The function Ray Train runs on every worker. config: settings (TrainSettings), board (a Board actor), token."""
     context = ray.train.get_context()
@@ -118,14 +102,16 @@ class Trainer:
         self.store = CheckpointStore(settings.output, keep=settings.keep_checkpoints, guard=self.fence.check)
         self.log = MetricsLog(settings.output, self.fence)
         self.rows = PackedRows(settings.rows)
-        self.order = RowOrder(len(self.rows), settings.rows_per_step, settings.seed)
+        self.non_finite = NonFinite(settings.on_nan, ranks, settings.rows)
         link.enter("loading the model")
         torch.manual_seed(settings.seed)  # a new mask token's embedding is drawn
         self.backbone = self._load()
+        self.adapter = Adapter.into(self.backbone, settings.lora) if settings.lora else None
         self.objective = self._objective()
+        self.batches = MicroBatches(settings, self.rows, self.objective, ranks)
         self.parameters = sum(p.numel() for p in self.backbone.model.parameters())
         link.enter("starting DeepSpeed")
-        self.engine = start_engine(TrainingModel(self.backbone.model).train(), settings)
+        self.engine = start_engine(TrainingModel(self.backbone.model, self.non_finite.observe).train(), settings)
         self.device = self.engine.device
 
     def run(self) -> None:
@@ -146,15 +132,27 @@ class Trainer:
     # Beginning ------------------------------------------------------------------------------------------------------
 
     def _load(self) -> Backbone:
+        """The model to train; every rank calls it."""
+        if self.ranks.local_rank == 0:
+            fetch_model(self.settings.model)
+        self.ranks.barrier()
+        backbone = self._base()
+        if self.settings.activation_checkpointing:
+            backbone.model.activation_checkpointing_enable()
+        return backbone
+
+    def _base(self) -> Backbone:
         """The base model with a mask token; a model for the control goes without the block-diffusion entry."""
-        settings = self.settings
-        folder = _fetch_once(settings.model, self.ranks)
-        backbone = load_backbone(folder, dtype=DTYPES[settings.dtype])
-        rows = self.rows.format
+        settings, rows = self.settings, self.rows.format
+        backbone = load_backbone(fetch_model(settings.model), dtype=DTYPES[settings.dtype])
+        embeddings = _embeddings(backbone)
         adapted = make_block_diffusion(backbone, block_size=rows.block_size, trained_context_length=rows.context_length)
         _check_mask_token(adapted, rows.mask_token_id, settings.rows)
-        if settings.activation_checkpointing:
-            adapted.model.activation_checkpointing_enable()
+        if settings.lora and _embeddings(adapted) != embeddings:
+            raise UserError(
+                f"{settings.model} has no spare token for the mask and an adapter cannot carry a new one: "
+                "leave --train.lora out, or start from a model that was adapted already."
+            )
         return adapted if settings.objective == "block_diffusion" else replace(adapted, block_diffusion=None)
 
     def _objective(self) -> Objective:
@@ -165,7 +163,7 @@ class Trainer:
             mask_token_id=rows.mask_token_id,
             seed=self.settings.seed,
             layers=self.backbone.layers,
-            document_mask=self.settings.document_mask,
+            **self.settings.objective_options,
         )
 
     def _resume(self) -> int:
@@ -191,68 +189,52 @@ class Trainer:
     def _step(self, step: int) -> StepRecord | None:
         """Run a 0-based step; None when asked to stop before it was done (its gradients are dropped)."""
         begun = time.perf_counter()
-        micro = self._micro_batches(step)
-        totals = self._totals(micro)
+        self.non_finite.begin()
+        micro = self.batches.of(step)
+        totals = self.batches.totals(micro)
         rate = self.settings.learning_rate_at(step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        scale = self.ranks.world * len(micro) / max(totals.supervised_tokens, 1)
+        scale = self.ranks.world * self.engine.gradient_accumulation_steps() / max(totals.supervised_tokens, 1)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        mean, norm = 0.0, None
         for index, one in enumerate(micro):
             if self.ranks.any(self.link.stop_requested()):
                 return None
             torch.manual_seed(_seed_of(self.settings.seed, step, self.ranks.rank, index))
+            last = index == len(micro) - 1
+            self.engine.set_gradient_accumulation_boundary(last)
             part = self.engine(to_device(one.batch, self.device))
-            self.engine.backward(part * scale)
-            self.engine.step()
             loss += part.detach()
-        mean = self.ranks.total_float(float(loss)) / max(totals.supervised_tokens, 1)
-        self._check_finite(mean, step)
-        return self._record(step, mean, totals, rate, time.perf_counter() - begun)
+            if last:
+                mean = self.ranks.total_float(float(loss)) / max(totals.supervised_tokens, 1)
+            self.engine.backward(part * (scale if math.isfinite(mean) else math.nan))  # NaN: no rank takes this step
+            norm = finish_step(self.engine) if last else self.engine.step()
+        skipped = self.non_finite.judge(step, mean, norm, micro)
+        if skipped is not None:
+            self.link.enter(f"step {step + 1} is left out: its loss or gradient is not finite (samples {skipped})")
+            self.link.enter("training")
+        return self._record(step, mean, norm, totals, rate, time.perf_counter() - begun, skipped)
 
-    def _micro_batches(self, step: int) -> list[MicroBatch]:
-        shares = share(self.order.samples(step), self.ranks.rank, self.ranks.world, self.settings.micro_rows)
-        return [self._micro_batch(samples) for samples in shares]
-
-    def _micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """Rows as a batch; without any, a row whose labels are wiped: every rank must run every collective."""
-        rows = self.rows.rows([sample.row for sample in samples] or [0])
-        if not samples:
-            rows = replace(rows, labels=torch.full_like(rows.labels, IGNORED))
-        batch = self.objective.batch(
-            rows, [sample.row for sample in samples] or [0], [sample.epoch for sample in samples] or [0]
-        )
-        return MicroBatch(batch, int((rows.document_ids >= 0).sum()), bool(samples))
-
-    def _totals(self, micro: Sequence[MicroBatch]) -> Totals:
-        real = [one for one in micro if one.real]
-        supervised, tokens, high, low = self.ranks.total(
-            [
-                sum(one.batch.supervised_tokens for one in real),
-                sum(one.tokens for one in real),
-                *halves(combine_hashes(one.batch.batch_hash for one in real)),
-            ]
-        )
-        return Totals(supervised, tokens, whole(high, low))
-
-    def _check_finite(self, loss: float, step: int) -> None:
-        """Raises JobError naming the rows whose step gave no number."""
-        if not math.isfinite(loss):
-            rows = ", ".join(str(sample.row) for sample in self.order.samples(step)[:8])
-            raise JobError(
-                f"The loss of step {step + 1} is {loss} (rows {rows}, ...): lower --train.learning_rate, or look at "
-                f"these rows of {self.settings.rows}; the checkpoints before it are kept."
-            )
-
-    def _record(self, step: int, loss: float, totals: Totals, rate: float, seconds: float) -> StepRecord:
+    def _record(
+        self,
+        step: int,
+        loss: float,
+        norm: float | None,
+        totals: Totals,
+        rate: float,
+        seconds: float,
+        skipped: list[int] | None,
+    ) -> StepRecord:
         record = StepRecord(
             step=step + 1,
-            loss=loss,
+            loss=loss if skipped is None else None,
             supervised_tokens=totals.supervised_tokens,
             batch_hash=totals.batch_hash,
             learning_rate=rate,
-            grad_norm=float(self.engine.get_global_grad_norm()),
+            grad_norm=norm,
             tokens_per_second=totals.tokens / seconds,
+            skipped=skipped,
         )
         if self.ranks.first:
             self.log.append(record)
@@ -286,20 +268,24 @@ class Trainer:
 
     def _finish(self) -> None:
         self.link.enter("writing the model")
-        weights = gather_weights(self.backbone.model, self.ranks)
+        weights = gather_weights(self.backbone.model, self.ranks, trained_only=self.adapter is not None)
         if self.ranks.first:
             self.log.publish()
-            publish_model(self.backbone, weights, self.settings.output, self.fence.check)
+            self._publish(weights)
         self.ranks.barrier()
         self.link.enter("done")
 
+    def _publish(self, weights: dict[str, Tensor]) -> None:
+        """weights: whole; with an adapter its own only."""
+        output, guard = self.settings.output, self.fence.check
+        if self.adapter is None:
+            publish_model(self.backbone, weights, output, guard)
+        else:
+            publish_adapter(self.adapter, weights, self.backbone, self._base(), output, guard)
 
-def _fetch_once(source: str, ranks: Ranks) -> Path:
-    """The model's local folder; one rank of a node fetches it, the others find it there."""
-    if ranks.local_rank == 0:
-        fetch_model(source)
-    ranks.barrier()
-    return fetch_model(source)
+
+def _embeddings(backbone: Backbone) -> int:
+    return int(backbone.model.get_input_embeddings().num_embeddings)
 
 
 def _check_mask_token(backbone: Backbone, mask_token_id: int, rows: str) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 around a TrainingModel: start it, save and load its shards, collect its weights.
+"""DeepSpeed ZeRO around a TrainingModel: start it, save and load its shards, collect its weights.
 
 Traps met here: DeepSpeed compiles a small extension on CPU with ninja, which must be found although nobody activated
 the environment, and a process that is killed meanwhile leaves a lock that would hang every later start; a parameter is
@@ -7,10 +7,12 @@ whole only inside GatheredParameters; every rank must enter each of these functi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,31 @@ def start_engine(module: nn.Module, settings: TrainSettings) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if settings.device == "cpu":
         build_extension()
-    optimizer = torch.optim.AdamW(
-        weight_groups(module, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=(0.9, settings.beta2),
-        fused=True,
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=_optimizer(module, settings), config=deepspeed_settings(settings)
     )
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_settings(settings))
+    _forget_first_step(engine)
     return engine
+
+
+def _forget_first_step(engine: Any) -> None:
+    """Without ZeRO in bfloat16 DeepSpeed takes a step with zero gradients to make AdamW's state: it must not count."""
+    for state in engine.basic_optimizer.state.values():
+        if engine.zero_optimization_stage() == 0:
+            state["step"].zero_()
+
+
+def _optimizer(module: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW; where its state is offloaded, DeepSpeed's for CPUs."""
+    groups = weight_groups(module, settings.weight_decay)
+    told: dict[str, Any] = {"lr": 0.0, "betas": (0.9, settings.beta2)}  # every step sets its own rate
+    if settings.offload.optimizer == "none":
+        return torch.optim.AdamW(groups, fused=True, **told)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with _alone("cpu_adam"):
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **told)
+    return optimizer
 
 
 def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -57,8 +76,9 @@ def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def build_extension() -> None:
-    """Compile and load the CPU extension, one process of a machine at a time.
+@contextlib.contextmanager
+def _alone(extension: str) -> Iterator[None]:
+    """Compile an extension of DeepSpeed in here: one process of a machine at a time.
 
     Whoever holds our file lock is the only builder, so torch's own lock file, if it is there, was left by the dead.
     """
@@ -67,7 +87,13 @@ def build_extension() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / EXTENSION / "lock").unlink(missing_ok=True)
+        (folder / extension / "lock").unlink(missing_ok=True)
+        yield
+
+
+def build_extension() -> None:
+    """Compile and load the extension that workers of one machine talk through on CPUs."""
+    with _alone(EXTENSION):
         from deepspeed.accelerator import get_accelerator
 
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -92,12 +118,15 @@ def load_shards(engine: Any, folder: str) -> None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
 
-def gather_weights(module: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Every parameter whole, on the CPU, by name, gathered one at a time: on rank 0; nothing elsewhere."""
+def gather_weights(module: nn.Module, ranks: Ranks, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Every parameter (or every trained one) whole, on the CPU, by name, gathered one at a time: on rank 0; nothing
+    elsewhere."""
     import deepspeed
 
     weights: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
+        if trained_only and not parameter.requires_grad:
+            continue
         with deepspeed.zero.GatheredParameters([parameter]):
             if ranks.first:
                 weights[name] = parameter.detach().to("cpu", copy=True)

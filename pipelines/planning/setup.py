@@ -8,7 +8,6 @@ STREAMS = {"block_diffusion": 3.0, "next_token": 1.0}  # network tokens for a to
 WIDTH = {"bfloat16": 2, "float32": 4}
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
-LOSS_CHUNK = 1 << 29  # bytes of logits in float32 at a time
 STATE_WIDTH = 4  # bytes of master copy, each moment, and the sums of gradients
 
 

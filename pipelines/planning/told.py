@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from actors.training.settings import CPU_BUCKET, TrainSettings
+from model.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from pipelines.adapt import AdaptConfig
 from pipelines.planning.hardware import Cluster
-from pipelines.planning.setup import LIVE_PARAMETERS, LOSS_CHUNK, REDUCE_BUCKET, STREAMS, WIDTH, Setup
-from pipelines.training.section import TrainSection
+from pipelines.planning.setup import LIVE_PARAMETERS, REDUCE_BUCKET, STREAMS, WIDTH, Setup
+from pipelines.training.section import TrainSection, worker_keys
 
 
 def setup_of(config: AdaptConfig, cluster: Cluster, *, streams: float, predicted: float) -> Setup:
@@ -15,7 +16,7 @@ def setup_of(config: AdaptConfig, cluster: Cluster, *, streams: float, predicted
     return Setup(
         workers=cluster.workers,
         cuda=True,
-        zero_stage=3,
+        zero_stage=train.zero_stage,
         width=WIDTH[train.dtype],
         micro_rows=train.micro_rows,
         rows_per_step=train.rows_per_step,
@@ -25,7 +26,9 @@ def setup_of(config: AdaptConfig, cluster: Cluster, *, streams: float, predicted
         checkpointing=train.activation_checkpointing,
         reduce_bucket=REDUCE_BUCKET,
         live_parameters=LIVE_PARAMETERS,
-        loss_chunk=LOSS_CHUNK,
+        loss_chunk=GPU_CHUNK_BYTES,
+        offload_optimizer=train.offload.optimizer,
+        offload_parameters=train.offload.parameters,
     )
 
 
@@ -46,7 +49,7 @@ def cpu_setup(
         checkpointing=checkpointing,
         reduce_bucket=CPU_BUCKET,
         live_parameters=LIVE_PARAMETERS,
-        loss_chunk=LOSS_CHUNK,
+        loss_chunk=CPU_CHUNK_BYTES,
     )
 
 
@@ -54,7 +57,6 @@ def worker_settings(
     *, workers: int, dtype: str, micro_rows: int, rows_per_step: int, checkpointing: bool
 ) -> TrainSettings:
     """What a worker of such a run is told; places are not used."""
-    own = TrainSection().model_dump(exclude={"workers", "device", "cpus_per_worker", "max_failures"})
     return TrainSettings(
         model="",
         rows="",
@@ -66,7 +68,7 @@ def worker_settings(
         workers=workers,
         threads=1,
         **{
-            **own,
+            **worker_keys(TrainSection()),
             "dtype": dtype,
             "micro_rows": micro_rows,
             "rows_per_step": rows_per_step,

@@ -193,7 +193,8 @@ def _show_phase(before: str, news: News) -> str:
 def _show_step(progress: Progress, news: News) -> None:
     record = news.record
     if record is not None and record["step"] > progress.completed:
-        progress.update(record["step"], loss=record["loss"], **{"tokens/s": record["tokens_per_second"]})
+        loss = {} if record["loss"] is None else {"loss": record["loss"]}
+        progress.update(record["step"], **loss, **{"tokens/s": record["tokens_per_second"]})
 
 
 def _stop(fit: Fit, board: Any) -> None:

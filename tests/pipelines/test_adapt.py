@@ -75,6 +75,30 @@ def test_rows_of_another_block_size_than_asked_are_refused(
     assert not output.exists()
 
 
+def test_rows_longer_than_the_models_positions_are_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"text": "hello"}) + "\n")
+    words = ("--model", tiny_model, "--data", chats, "--output", output, "--pack.context_length", 1024)
+    assert adapt(*words) == 2
+    assert "Rows of 1,024 tokens are longer than the 512 positions of" in last_line(capsys)
+    assert not output.exists()
+
+
+def test_options_are_typed_and_shown_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--train.workers", 2, "--train.device", "cpu", "--train.zero_stage", 1, "--train.lora.rank", 4)
+    assert adapt("--dry-run", *words, "--train.schedule", "wsd", "--train.micro_tokens", 4096) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["plan"]["deepspeed"]["zero_optimization"]["stage"] == 1
+    assert printed["config"]["train"]["lora"] == {"rank": 4, "alpha": 32.0, "targets": ["all-linear"]}
+    assert adapt("--dry-run", "--train.workers", 1, "--train.device", "cpu", "--train.offload.optimizer", "cpu") == 2
+    assert "leave it out" in last_line(capsys)
+    assert adapt("--dry-run", "--train.workers", 1, "--train.device", "cpu", "--train.zero_stage", 4) == 2
+    assert "zero_stage" in last_line(capsys)
+
+
 def test_a_folder_that_is_no_model_is_refused(
     training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

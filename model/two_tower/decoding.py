@@ -275,7 +275,7 @@ def log_likelihoods(towers: TwoTower, sequences: Sequence[Sequence[int]]) -> lis
         if len(ids) < 2:
             found.append([])
             continue
-        logits = reader.extend([stretch], torch.tensor([list(ids)])).logits[0, :-1]
+        logits = reader.extend([stretch], torch.tensor([list(ids)]), last_only=False).logits[0, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).cpu()
         found.append(wide.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
     return found

@@ -4,6 +4,7 @@
             the denoiser drafts the other slots behind it, in a few steps
             one commit forward reads the draft and yields the AR logits of every slot
             the longest beginning that AR decoding would have written is kept, and the logit behind it opens the next
+            how much of a draft is read follows how much of the row's last ones was kept
 
 Greedy: token for token the base model's output, whatever is drafted. With a temperature each drafted token x is kept
 with probability min(1, p(x) / q(x)), else replaced by a draw from max(0, p - q): the tokens are distributed exactly as
@@ -40,6 +41,10 @@ class Draft:
     tokens: Tensor
     q: Tensor | None = None
 
+    def first(self, count: int) -> Draft:
+        """The draft's beginning. A row's own count decides, never its neighbours'."""
+        return Draft(self.tokens[:count], None if self.q is None else self.q[:count])
+
 
 Drafter = Callable[[Reader, Sequence[Writing], Sequence[int], int], list[Draft]]
 """(reader, rows, their first tokens, how many slots each) -> a draft a row."""
@@ -52,29 +57,39 @@ def write_lossless(
 
     steps: denoising forwards of a draft. drafter: another source of drafts than the denoiser; it may propose anything.
     """
+    most = towers.config.block_size - 1
     reader, rows = open_rows(towers, requests)
     draft = drafter or denoiser_drafter(steps)
     for row in rows:
         row.write(next_tokens([row]))
     while working := [row for row in rows if not row.done]:
         heads = [row.answer.written[-1] for row in working]
-        drafts = draft(reader, working, heads, towers.config.block_size - 1)
+        drafts = draft(reader, working, heads, most)
         proposals = torch.stack([torch.cat((torch.tensor([h]), d.tokens)) for h, d in zip(heads, drafts, strict=True)])
-        stretches = [row.stretch for row in working]
-        reading = reader.read(stretches, proposals)
+        lengths = [draft_length(row.answer.accepted, most) for row in working]
+        proposals = proposals[:, : 1 + max(lengths)]
+        reading = reader.read([row.stretch for row in working], proposals)
         for index, row in enumerate(working):
-            kept, following = verify(row, drafts[index], reading.logits[index])
+            kept, following = verify(row, drafts[index].first(lengths[index]), reading.logits[index])
             _commit(reader, row, proposals[index], kept, reading.logits[index], reading.states[index])
-            row.answer.forwards["commit"] += 1
             row.answer.accepted.append(kept)
             row.write([*proposals[index, 1:kept].tolist(), following])
     return [row.answer for row in rows]
 
 
+def draft_length(accepted: Sequence[int], most: int) -> int:
+    """How many drafted slots to read next, 1 to `most`: twice the mean of what the last four rounds kept, and one more.
+
+    accepted: tokens that each round kept, its first one (which is no draft) included.
+    """
+    recent = [kept - 1 for kept in accepted[-4:]]
+    return most if not recent else min(most, max(1, 1 + -(-2 * sum(recent) // len(recent))))
+
+
 def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
     """(tokens of the round that stand, slot 0 included; the token that follows them).
 
-    logits: [S, V], the context tower's behind each token of the round.
+    logits: [n + 1, V] or more, the context tower's behind each token of the round.
     """
     count = len(draft.tokens)
     if row.request.sampling.greedy:
@@ -82,7 +97,7 @@ def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
         wrong = [slot for slot in range(count) if int(draft.tokens[slot]) != written[slot]]
         kept = wrong[0] if wrong else count
         return kept + 1, written[kept]
-    p = target_distribution(logits.cpu(), row.request.sampling)
+    p = target_distribution(logits[: count + 1].cpu(), row.request.sampling)
     positions = row.stretch.length + 1 + torch.arange(count + 1)  # of slots 1 .. n, and behind them
     accept, replace = (_noise(row, positions, step) for step in (ACCEPT, REPLACE))
     for slot in range(count):
@@ -136,8 +151,13 @@ def _fitted(q: Tensor, vocabulary: int) -> Tensor:
 
 
 def _commit(reader: Reader, row: Writing, tokens: Tensor, kept: int, logits: Tensor, states: States) -> None:
-    """The context tower keeps the first tokens of the round. Keys and values behind them are overwritten later."""
+    """The context tower keeps the first tokens of the round. Keys and values behind them are overwritten later.
+
+    tokens, logits, states: what was read. A recurrent row that keeps less reads the kept ones again.
+    """
+    row.answer.forwards["commit"] += 1
     if kept < len(tokens) and row.stretch.states:
+        row.answer.forwards["commit"] += 1
         reader.extend([row.stretch], tokens[None, :kept])
     else:
         reader.commit(row.stretch, kept, logits[kept - 1], states)

@@ -42,7 +42,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one context forward of n tokens a row gave: logits [R, n, V] and each row's states behind them."""
+    """What one context forward of n tokens a row gave: logits [R, n, V], or of the last token only [R, 1, V], and each
+    row's states behind them."""
 
     logits: Tensor
     states: list[States]
@@ -65,7 +66,7 @@ class Reader:
         )
         self.storage: dict[int, int] = {}  # by decoder layer: its place in the cache, which counts attention layers
 
-    def read(self, rows: Sequence[Stretch], ids: Tensor) -> Reading:
+    def read(self, rows: Sequence[Stretch], ids: Tensor, *, last_only: bool = False) -> Reading:
         """The context tower reads ids int64 [R, n] behind each row; nothing is committed yet, see `commit`."""
         context = self.towers.context
         count = ids.shape[1]
@@ -73,9 +74,10 @@ class Reader:
         plan, positions = self._plan(rows, count, extra, span=1)
         seeds = [row.states for row in rows] + [rows[0].states] * extra
         cache = context.cache(self._joined(seeds), count)
-        keep = torch.ones((len(rows) + extra, count), dtype=torch.bool)
+        keep = torch.zeros((len(rows) + extra, count), dtype=torch.bool)
+        keep[:, -1 if last_only else 0 :] = True
         padded = torch.cat((ids, ids.new_zeros((extra, count))))
-        logits = context.read(padded, positions, plan, cache, keep).view(len(rows) + extra, count, -1)
+        logits = context.read(padded, positions, plan, cache, keep).unflatten(0, (len(rows) + extra, -1))
         after = cache.after() if cache is not None else {}
         states = [{layer: s.rows(torch.tensor([i])) for layer, s in after.items()} for i in range(len(rows))]
         return Reading(logits[: len(rows)], states)
@@ -83,11 +85,11 @@ class Reader:
     def commit(self, row: Stretch, tokens: int, logits: Tensor, states: States) -> None:
         """The row now holds so many tokens more: those of the last `read`, whose keys and values lie in its pages."""
         row.length += tokens
-        row.logits, row.states = logits, states
+        row.logits, row.states = logits.clone(), states
 
-    def extend(self, rows: Sequence[Stretch], ids: Tensor) -> Reading:
+    def extend(self, rows: Sequence[Stretch], ids: Tensor, *, last_only: bool = True) -> Reading:
         """Read and commit ids int64 [R, n]."""
-        reading = self.read(rows, ids)
+        reading = self.read(rows, ids, last_only=last_only)
         for row, logits, states in zip(rows, reading.logits, reading.states, strict=True):
             self.commit(row, ids.shape[1], logits[-1], states)
         return reading

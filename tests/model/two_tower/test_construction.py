@@ -10,7 +10,7 @@ from torch import nn
 
 from model.errors import UserError
 from model.two_tower.config import TwoTowerConfig
-from model.two_tower.prefix import recording
+from model.two_tower.prefix import Folded, recording
 from model.two_tower.sublayers import decoder_layers, sublayers_of
 from model.two_tower.towers import Denoiser, build_two_tower, run_tower
 from tests.towers import CONFIGS, shared_towers, tiny_decoder, tiny_towers
@@ -70,6 +70,28 @@ def test_the_modulation_is_the_formula_of_the_paper() -> None:
         writer.modulation.set(vectors, torch.tensor([0]))
         ours = layer(x, position_embeddings=rope, attention_plan=plan)
     assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "olmo2", "granitemoehybrid", "falcon_h1"])
+def test_a_gate_scales_all_that_a_sublayer_adds_behind_any_norm(kind: str) -> None:
+    """With the second sublayer closed, a gate of 2 adds twice what a gate of 1 adds: no norm divides it out."""
+    writer = tiny_towers(kind, num_hidden_layers=2).writer()
+    ids, positions = torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None]
+    plan = Folded(recording(torch.zeros(4, dtype=torch.long), positions[0]))
+    seen: list[Any] = []
+    layer = decoder_layers(writer.causal_lm)[0]
+    layer.register_forward_hook(
+        lambda module, args, out: seen.append((args[0], out[0] if isinstance(out, tuple) else out))
+    )
+    for gate in (1.0, 2.0):
+        vectors = torch.zeros(4, 1, 3, 32, dtype=torch.float64)
+        vectors[0, :, 2] = gate
+        writer.modulation.set(vectors, torch.tensor([0]))
+        with torch.no_grad():
+            writer.causal_lm(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=plan)
+    (x, once), (_, twice) = seen
+    assert float((once - x).abs().max()) > 0.1
+    assert torch.allclose(twice - x, 2 * (once - x), rtol=0, atol=1e-6)
 
 
 def test_each_tower_has_its_own_weights_and_its_own_config() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from model.two_tower.layout import lay_out_two_tower
 from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower
 from model.two_tower.training import ContextStates, TwoTowerTraining, denoise, read_context
@@ -15,6 +17,7 @@ from tests.towers import (
     HYBRIDS,
     MASK,
     by_decoding,
+    chat_corruption,
     chat_rows,
     document_of,
     laid_out,
@@ -101,18 +104,26 @@ def test_a_changed_clean_block_leaves_the_blocks_up_to_it_unchanged(kind: str) -
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_block_of_one_token_does_not_disturb_the_states_it_starts_from(kind: str) -> None:
-    """The step for one token updates a recurrent state in place; and what a read did not commit leaves no trace."""
+def test_blocks_of_one_token_do_not_disturb_the_states_they_start_from(kind: str) -> None:
+    """The step for one token updates a recurrent state in place: it must not be the seed."""
+    towers, rows = shared_towers(kind), chat_rows()
+    batch = lay_out_two_tower(rows, chat_corruption(rows), block_size=1, mask_token_id=MASK, document_rows=True)
+    states = read_context(towers.context, batch)
+    before = copy.deepcopy(states.seeds)
+    first, again = (all_logits(towers, batch, states) for _ in range(2))
+    assert torch.equal(first, again)
+    for layer, seed in before.items():
+        assert torch.equal(states.seeds[layer].conv, seed.conv)
+        now = states.seeds[layer].recurrent
+        assert seed.recurrent is None or (now is not None and torch.equal(now, seed.recurrent))
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2"])
+def test_what_a_read_does_not_commit_leaves_no_trace(kind: str) -> None:
     towers = shared_towers(kind)
     reader, stretch = Reader(towers, tokens=32, rows=1), Stretch()
     reader.extend([stretch], torch.arange(5, 12)[None])
-    kept = {layer: (s.conv.clone(), s.recurrent) for layer, s in stretch.states.items()}
-    kept = {layer: (conv, None if r is None else r.clone()) for layer, (conv, r) in kept.items()}
-    time = torch.tensor([0.5])
-    first = reader.denoise([stretch], torch.tensor([[MASK]]), time)
+    time, mask = torch.tensor([0.5]), torch.tensor([[MASK, MASK]])
+    first = reader.denoise([stretch], mask, time)
     reader.read([stretch], torch.tensor([[9]]))
-    again = reader.denoise([stretch], torch.tensor([[MASK]]), time)
-    assert torch.equal(first, again)
-    for layer, (conv, recurrent) in kept.items():
-        assert torch.equal(stretch.states[layer].conv, conv)
-        assert recurrent is None or torch.equal(stretch.states[layer].recurrent, recurrent)  # type: ignore[arg-type]
+    assert torch.equal(reader.denoise([stretch], mask, time), first)

@@ -10,7 +10,7 @@ import torch
 
 from model.decoding.requests import SamplingParams
 from model.two_tower.decoding import TowerRequest, Writing, log_likelihoods, write_tokens
-from model.two_tower.lossless import Draft, denoiser_drafter, target_distribution, verify, write_lossless
+from model.two_tower.lossless import Draft, denoiser_drafter, draft_length, target_distribution, verify, write_lossless
 from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower
 from tests.towers import VOCAB, shared_towers, tiny_towers
@@ -98,6 +98,14 @@ def test_a_request_alone_equals_the_same_request_in_a_batch() -> None:
         wanted = [*requests(1), *requests(2, sampling=SamplingParams(temperature=0.8, seed=5))]
         together = write_lossless(towers, wanted)
         assert [write_lossless(towers, [one])[0].token_ids for one in wanted] == [a.token_ids for a in together]
+
+
+def test_what_is_read_of_a_draft_follows_what_was_kept_of_the_last_ones() -> None:
+    assert draft_length([], 15) == 15
+    assert draft_length([1, 1, 1, 1], 15) == 1
+    assert draft_length([16, 16, 1, 1, 1, 1], 15) == 1
+    assert draft_length([4, 4, 4, 4], 15) == 7
+    assert [draft_length([kept], 15) for kept in (1, 2, 3, 8, 16)] == [1, 3, 5, 15, 15]
 
 
 # ------------------------------------------------------------------------------------------------- with a temperature

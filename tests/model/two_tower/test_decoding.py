@@ -11,6 +11,7 @@ from model.config import DecodeConfig
 from model.decoding.requests import SamplingParams
 from model.errors import UserError
 from model.two_tower.decoding import TowerRequest, log_likelihoods, write_blocks, write_tokens
+from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower
 from tests.towers import BLOCK, MASK, VOCAB, by_decoding, shared_towers, tiny_decoder
 
@@ -85,6 +86,17 @@ def test_ar_mode_equals_generate_of_transformers_without_a_denoiser(kind: str) -
     assert answer.forwards == {"prefill": 1, "denoise": 0, "commit": 7}
     with pytest.raises(UserError, match="without its denoiser"):
         write_blocks(alone, [TowerRequest(prompt, 8)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_denoiser_on_another_device_attends_where_the_cache_lies(kind: str) -> None:
+    """cpu:0 is another name of the same memory, which takes the way between two devices."""
+    reader, stretch = Reader(shared_towers(kind), tokens=32, rows=1), Stretch()
+    reader.extend([stretch], torch.arange(5, 12)[None])
+    canvas, time = torch.full((1, BLOCK), MASK), torch.tensor([1.0])
+    expected = reader.denoise([stretch], canvas, time)
+    reader.cache.device = torch.device("cpu", 0)
+    assert torch.equal(reader.denoise([stretch], canvas, time), expected)
 
 
 def test_likelihoods_are_the_context_towers() -> None:

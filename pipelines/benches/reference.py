@@ -56,9 +56,8 @@ def reference_loss(model: PreTrainedModel, rows: RowBatch, mask: Tensor, mask_to
     logits = model.get_output_embeddings()(out.last_hidden_state[:, :length])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = torch.cat([_targets(rows, masked) for masked in (mask, ~mask)]).to(device)
-    return functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)  # shifted, so that the logits need no copy
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _targets(rows: RowBatch, masked: Tensor) -> Tensor:

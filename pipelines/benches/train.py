@@ -7,210 +7,141 @@ A step is what training pays for: laying out the batch, forward, loss, backward.
     trained         the same without the blocks that no loss reads: what adapt runs
 
 on two kinds of rows: `full`, one document a row and every token supervised, the hardest case for us; and `tasks`,
-packed generated tasks, as the demo trains on. Loss and gradient norm must agree, or the bench fails.
+packed generated tasks, as the demo trains on. Loss and gradient norm must agree, or the bench fails. Peak memory is
+measured in a process for each form. The third part is adapt itself, the whole model on `tasks` rows: what share of a
+step's time lies outside forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
-from model.corruption import draw_noise, row_generator
-from model.errors import JobError, UserError
-from model.layout import RowBatch
-from model.objective import BlockDiffusion, TrainingModel, to_device
-from pipelines.assessment.held_out import pack_tasks
-from pipelines.benches.reference import reference_loss
-from pipelines.benches.result import BenchConfig, Result, device_name, machine, model_of
+from model.backbone import Backbone
+from model.errors import UserError
+from pipelines.benches.result import BenchConfig, Result, machine, model_of
 from pipelines.benches.timing import Times, take_turns
-from pipelines.chats.rows import RowFormat
-from pipelines.tasks import generate
+from pipelines.benches.train_memory import peak_of
+from pipelines.benches.train_shares import measure_shares
+from pipelines.benches.train_step import (
+    FORMS,
+    KINDS,
+    REFERENCE,
+    STREAMS,
+    TRAINED,
+    Case,
+    Shape,
+    Step,
+    backward,
+    check_equal,
+    forward,
+    load_model,
+    make_case,
+    shortened,
+    told,
+)
 
-TASK_TOKENS = 32  # a generated task with its answer is not shorter, so this many fill a row
-REFERENCE, STREAMS, TRAINED = "reference", "three streams", "trained"
-LOSS_TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4, "float64": 1e-9}  # relative
-NORM_TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-5}  # transformers rounds to float32 inside
+MIB = 2**20
+
+Lines = list[dict[str, Any]]
+Ratios = dict[str, float]
 
 
 class TrainBenchConfig(BenchConfig):
-    """Time the training step against the published form: tokens/s of forward and backward, with equal loss."""
+    """Time the training step against the published form: tokens/s and peak memory, with equal loss."""
 
     output_name: ClassVar[str] = "bench/train.json"
 
-    length: int = Field(1024, ge=2, description="tokens in a row")
+    length: tuple[int, ...] = Field((512, 2048), description="tokens in a row, each with each of --rows")
     block_size: int = Field(32, ge=2, description="tokens in a block")
-    rows: int = Field(1, ge=1, description="data rows in a step")
-    layers: tuple[int, ...] = Field((0,), description="decoder layers to keep, one variant each; 0 keeps all")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="number format of the step")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison: a model of some layers on one kind of rows."""
-
-    kind: str
-    backbone: Backbone
-    rows: RowBatch
-    mask: Tensor
-
-    @property
-    def layers(self) -> int:
-        return len(self.backbone.model.get_decoder().layers)
-
-    @property
-    def title(self) -> str:
-        return f"{self.kind} rows, {self.layers} layer{'' if self.layers == 1 else 's'}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step computed. tokens: what the network ran on; loss: mean nats per supervised token."""
-
-    loss: float
-    gradient_norm: float
-    tokens: int
+    rows: tuple[int, ...] = Field((1, 4), description="data rows in a step")
+    layers: tuple[int, ...] = Field(
+        (6,),
+        description="decoder layers to keep, one variant each; 0 keeps all (the reference then needs about "
+        "1.6 MB a token it runs on, of which there are 4 a data token, in the demo's model in float32)",
+    )
+    memory: bool = Field(True, description="also peak memory, of the reference and of what is trained")
+    shares: bool = Field(True, description="also where the time of adapt's own steps goes, with all layers")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="number format of the step")
 
 
 def run_train(config: TrainBenchConfig) -> Result:
     """Measure all cases. Raises JobError where the forms disagree."""
-    if config.length % config.block_size:
-        raise UserError(f"--length {config.length} is not a multiple of --block_size {config.block_size}.")
+    _check(config)
     source, name = model_of(config)
-    table: list[dict[str, Any]] = []
-    ratios: dict[str, float] = {}
+    table: Lines = []
+    ratios: Ratios = {}
     for layers in config.layers:
-        backbone = _backbone(source, layers, config)
-        for kind in ("full", "tasks"):
-            case = _case(kind, backbone, config)
-            times, steps = _measure(case, config)
-            table += [_line(case, form, times, steps[form]) for form in steps]
-            for form in (STREAMS, TRAINED):
-                ratios[f"{form} over {REFERENCE}, {case.title}"] = times.ratio(REFERENCE, form)
-    note = f"One training step of {name}, {config.rows} x {config.length} tokens, blocks of {config.block_size}."
+        backbone = load_model(source, layers, config.block_size, config.dtype)
+        for shape in _shapes(config, layers):
+            lines, found = _measure(make_case(shape, backbone), source, config)
+            table += lines
+            ratios |= found
+        del backbone
+    if config.shares:
+        lines, found = _measure_shares(source, config)
+        table += lines
+        ratios |= found
+    note = f"Training steps of {name}, blocks of {config.block_size}; peak memory in a process for each form."
     return Result("train", machine(config.dtype), config.rounds, table, ratios, note)
 
 
-def _backbone(source: str, layers: int, config: TrainBenchConfig) -> Backbone:
-    """The model with its first `layers` decoder layers (0: all), as a block-diffusion model in training mode."""
-    backbone = load_backbone(source, dtype=DTYPES[config.dtype], device=device_name())
-    decoder = backbone.model.get_decoder()
-    if layers > len(decoder.layers) or layers < 0:
-        raise UserError(f"--layers {layers}: {backbone.name} has {len(decoder.layers)} layers.")
-    if layers:
-        decoder.layers = decoder.layers[:layers]
-        backbone.model.config.get_text_config().num_hidden_layers = layers
-    backbone.model.train()
-    if backbone.block_diffusion is not None:  # its own block size is no matter of a step's time
-        backbone = replace(backbone, block_diffusion=replace(backbone.block_diffusion, block_size=config.block_size))
-    return make_block_diffusion(backbone, block_size=config.block_size, trained_context_length=None)
+def _check(config: TrainBenchConfig) -> None:
+    for length in config.length:
+        if length < 1 or length % config.block_size:
+            raise UserError(f"--length {length} is not a multiple of --block_size {config.block_size}.")
+    if min(config.rows) < 1:
+        raise UserError(f"--rows must be at least 1, not {min(config.rows)}.")
 
 
-def _case(kind: str, backbone: Backbone, config: TrainBenchConfig) -> Case:
-    rows = _full_rows(backbone, config) if kind == "full" else _task_rows(backbone, config)
-    noise = (draw_noise(config.length, config.block_size, row_generator(config.seed, i, 0)) for i in range(config.rows))
-    return Case(kind, backbone, rows, torch.stack([mask for _, mask in noise]))
+def _shapes(config: TrainBenchConfig, layers: int) -> Iterator[Shape]:
+    for length, rows, kind in product(config.length, config.rows, KINDS):
+        yield Shape(kind, length, rows, layers, config.block_size, config.dtype, config.seed)
 
 
-def _full_rows(backbone: Backbone, config: TrainBenchConfig) -> RowBatch:
-    """Random ids, one document a row, all supervised."""
-    shape = (config.rows, config.length)
-    vocabulary = backbone.model.get_input_embeddings().num_embeddings
-    ids = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(config.seed))
-    positions = torch.arange(config.length).expand(shape).contiguous()
-    return RowBatch(ids, ids.clone(), torch.zeros_like(ids), positions)
+def _measure(case: Case, source: str, config: TrainBenchConfig) -> tuple[Lines, Ratios]:
+    """Lines and ratios of one case: times, what was computed, peak memory."""
+    times, steps = _time(case, config.rounds)
+    lines = {form: _line(case, form, times, steps[form]) for form in FORMS}
+    ratios = {f"{form} over {REFERENCE}, {case.title}": times.ratio(REFERENCE, form) for form in (STREAMS, TRAINED)}
+    if config.memory:
+        peaks = {form: peak_of(source, case.shape, form, torch.get_num_threads()) for form in (REFERENCE, TRAINED)}
+        for form, peak in peaks.items():
+            lines[form] |= {"peak MiB": peak.step / MIB, "process MiB": peak.process / MIB}
+        ratios[f"peak memory, {TRAINED} over {REFERENCE}, {case.title}"] = peaks[TRAINED].step / peaks[REFERENCE].step
+    return list(lines.values()), ratios
 
 
-def _task_rows(backbone: Backbone, config: TrainBenchConfig) -> RowBatch:
-    adapted = backbone.block_diffusion
-    assert adapted is not None, "_backbone makes it one"
-    count = config.rows * max(1, config.length // TASK_TOKENS)
-    form = RowFormat(config.block_size, config.length, adapted.mask_token_id)
-    rows = pack_tasks(list(generate("train", count, config.seed)), backbone.tokenizer, form)
-    return RowBatch(*(x[: config.rows] for x in (rows.input_ids, rows.labels, rows.document_ids, rows.position_ids)))
-
-
-FORMS: dict[str, Callable[[Case], tuple[Tensor, int]]] = {
-    REFERENCE: lambda case: _reference(case),
-    STREAMS: lambda case: _structured(case, keep_all=True),
-    TRAINED: lambda case: _structured(case, keep_all=False),
-}
-
-
-def _measure(case: Case, config: TrainBenchConfig) -> tuple[Times, dict[str, Step]]:
+def _time(case: Case, rounds: int) -> tuple[Times, dict[str, Step]]:
     """Times of the three forms and what each computed."""
     steps: dict[str, Step] = {}
 
     def step(form: str) -> None:
-        case.backbone.model.zero_grad(set_to_none=True)
-        loss, tokens = FORMS[form](case)
-        loss.backward()
+        computed = backward(case, form)
         if form not in steps:
-            steps[form] = Step(loss.item() / max(1, case.rows.supervised_tokens), _gradient_norm(case), tokens)
+            steps[form] = told(case, *computed)
 
-    for form in FORMS:  # warm-up on short rows: the same code, an eighth of the time
-        FORMS[form](_shortened(case))[0].backward()
-    title = f"train: {case.title}"
-    times = take_turns({form: partial(step, form) for form in FORMS}, config.rounds, warm_up=0, title=title)
+    for form in FORMS:
+        forward(shortened(case), form)[0].backward()
+    calls = {form: partial(step, form) for form in FORMS}
+    times = take_turns(calls, rounds, warm_up=0, title=f"train: {case.title}")
     case.backbone.model.zero_grad(set_to_none=True)
     for form in (STREAMS, TRAINED):
-        check_equal(case.title, form, steps[form], steps[REFERENCE], config.dtype)
-    return times, {form: steps[form] for form in FORMS}
-
-
-def _shortened(case: Case) -> Case:
-    """The first quarter of the rows, in whole blocks."""
-    adapted = case.backbone.block_diffusion
-    assert adapted is not None, "_backbone makes it one"
-    length = max(1, case.mask.shape[1] // adapted.block_size // 4) * adapted.block_size
-    rows = case.rows
-    cut = (x[:, :length] for x in (rows.input_ids, rows.labels, rows.document_ids, rows.position_ids))
-    return replace(case, rows=RowBatch(*cut), mask=case.mask[:, :length])
-
-
-def _reference(case: Case) -> tuple[Tensor, int]:
-    adapted = case.backbone.block_diffusion
-    assert adapted is not None, "_backbone makes it one"
-    loss = reference_loss(case.backbone.model, case.rows, case.mask, adapted.mask_token_id, adapted.block_size)
-    return loss, 4 * case.rows.input_ids.numel()
-
-
-def _structured(case: Case, *, keep_all: bool) -> tuple[Tensor, int]:
-    adapted = case.backbone.block_diffusion
-    assert adapted is not None, "_backbone makes it one"
-    objective = BlockDiffusion(
-        adapted.block_size, adapted.mask_token_id, seed=0, last_layer=case.layers - 1, keep_all=keep_all
-    )
-    batch = objective.corrupted(case.rows, case.mask, range(len(case.rows.input_ids)))
-    loss: Tensor = TrainingModel(case.backbone.model)(to_device(batch, case.backbone.device))
-    return loss, batch.tokens
-
-
-def _gradient_norm(case: Case) -> float:
-    gradients = [p.grad for p in case.backbone.model.parameters() if p.grad is not None]
-    return float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).norm())
-
-
-def check_equal(title: str, form: str, step: Step, reference: Step, dtype: str) -> None:
-    """Raises JobError unless loss and gradient norm agree to the tolerance of the number format."""
-    for name, tolerance in (("loss", LOSS_TOLERANCE[dtype]), ("gradient_norm", NORM_TOLERANCE[dtype])):
-        ours, theirs = getattr(step, name), getattr(reference, name)
-        if not abs(ours - theirs) <= tolerance * abs(theirs):
-            raise JobError(
-                f"{title}: the {name} of `{form}` is {ours}, that of the reference {theirs}: not the same step."
-            )
+        check_equal(case.title, form, steps[form], steps[REFERENCE], case.shape.dtype)
+    return times, steps
 
 
 def _line(case: Case, form: str, times: Times, step: Step) -> dict[str, Any]:
-    seconds = times.median(form)
+    seconds, shape = times.median(form), case.shape
     return {
-        "rows": case.kind,
+        "part": "step",
+        "rows": shape.kind,
+        "batch": f"{shape.rows} x {shape.length}",
         "layers": case.layers,
         "form": form,
         "network tokens": step.tokens,
@@ -220,3 +151,15 @@ def _line(case: Case, form: str, times: Times, step: Step) -> dict[str, Any]:
         "loss": step.loss,
         "gradient norm": step.gradient_norm,
     }
+
+
+def _measure_shares(source: str, config: TrainBenchConfig) -> tuple[Lines, Ratios]:
+    backbone: Backbone = load_model(source, 0, config.block_size, config.dtype)
+    lines: Lines = []
+    ratios: Ratios = {}
+    for length, rows in product(config.length, config.rows):
+        shape = Shape("tasks", length, rows, 0, config.block_size, config.dtype, config.seed)
+        shares = measure_shares(source, shape, backbone)
+        lines.append({"part": "shares of adapt's steps", "batch": f"{rows} x {length}", **shares})
+        ratios[f"time outside forward and backward, adapt, tasks rows, {rows} x {length}"] = shares["outside"]
+    return lines, ratios

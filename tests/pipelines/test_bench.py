@@ -18,7 +18,7 @@ from model.errors import JobError
 from pipelines.bench import start
 from pipelines.benches import memory, reference
 from pipelines.benches.timing import Times, take_turns
-from pipelines.benches.train import Step, check_equal
+from pipelines.benches.train_step import Step, check_equal
 from tests import oracles
 from tests.model.rows import MASK, random_rows
 
@@ -43,6 +43,7 @@ def bench(name: str, output: Path, *words: object) -> dict[str, Any]:
 def train_result(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("bench") / "train.json"
     small = ["--length", 128, "--block_size", 16, "--rows", 2, "--rounds", 2, "--layers", 0, 1]
+    small += ["--memory", "false", "--shares", "false"]
     bench("train", output, "--model", tiny_model, "--dtype", "float32", *small)
     return output
 
@@ -76,7 +77,7 @@ def test_three_streams_run_three_tokens_for_the_references_four_and_training_few
 def test_a_step_that_computes_something_else_fails_the_bench() -> None:
     expected = Step(loss=2.0, gradient_norm=3.0, tokens=8)
     check_equal("case", "form", Step(2.00001, 3.0001, 6), expected, "float32")
-    for wrong in (Step(2.001, 3.0, 6), Step(2.0, 3.1, 6), Step(float("nan"), 3.0, 6)):
+    for wrong in (Step(2.00004, 3.0, 6), Step(2.0, 3.1, 6), Step(float("nan"), 3.0, 6)):
         with pytest.raises(JobError, match="not the same step"):
             check_equal("case", "form", wrong, expected, "float32")
 
@@ -225,9 +226,14 @@ def test_bad_input_ends_with_one_sentence_and_exit_code_2(
 
 @pytest.mark.slow
 def test_bench_runs_as_a_script_from_another_directory(project: Path, tiny_model: Path, tmp_path: Path) -> None:
-    words = ["--length", 64, "--block_size", 16, "--rounds", 1, "--layers", 0, "--dtype", "float32"]
+    words = ["--length", 64, "--block_size", 16, "--rows", 1, "--rounds", 1, "--layers", 0, "--shares", "false"]
     command = [sys.executable, project / "pipelines" / "bench.py", "train", "--model", tiny_model, *words]
     command += ["--output", "train.json"]
     done = subprocess.run([str(word) for word in command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "train.json").read_text())["bench"] == "train"
+    content = json.loads((tmp_path / "train.json").read_text())
+    assert content["bench"] == "train"
+    peaks = {(line["rows"], line["form"]): line.get("peak MiB") for line in content["table"]}
+    for rows in ("full", "tasks"):
+        assert 0 < peaks[rows, "trained"] < peaks[rows, "reference"]
+        assert peaks[rows, "three streams"] is None

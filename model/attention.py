@@ -171,8 +171,6 @@ class StreamPlan:
     ) -> Tensor:
         if query.is_cuda:
             return self._attend_flex(query, key, value, scale, sliding_window)
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out: Tensor = _StructuredAttention.apply(
             query, key, value, self, scale, sliding_window, layer == self.last_layer
         )
@@ -223,7 +221,11 @@ def compiled_flex(dynamic: bool) -> Any:
 
 
 class _StructuredAttention(torch.autograd.Function):
-    """Tiles against clean keys, own blocks in one batch, merged by log-sum-exp. All heads equal (GQA expanded)."""
+    """Tiles against clean keys, own blocks in one batch, merged by log-sum-exp.
+
+    What is kept for the backward pass is kept once: keys and values with their own few heads, which are expanded to the
+    queries' again there, and an output whose memory is [B, T, H, D], the order in which the next layer keeps it too.
+    """
 
     @staticmethod
     def forward(
@@ -236,7 +238,9 @@ class _StructuredAttention(torch.autograd.Function):
         window: int | None,
         last: bool,
     ) -> Tensor:
-        out = query.new_zeros(query.shape)
+        saved = (query, key, value)
+        key, value = _expanded(key, query), _expanded(value, query)
+        out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         lse = query.new_full(query.shape[:3], FORBIDDEN, dtype=_accumulator(query.dtype))
         for tile in _needed(plan, last):
             q = query[:, :, tile.q0 : tile.q1]
@@ -250,13 +254,15 @@ class _StructuredAttention(torch.autograd.Function):
             own = [_as_blocks(x, plan) for x in (query, key, value)]
             own_out, own_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*own, 0.0, False, scale=scale)
             _merge(out[:, :, plan.clean :], lse[:, :, plan.clean :], _from_blocks(own_out), _from_blocks(own_lse))
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(*saved, out, lse)
         ctx.call = (plan, scale, window, last)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
+        heads = key.shape[1]
+        key, value = _expanded(key, query), _expanded(value, query)
         plan, scale, window, last = ctx.call
         grad_out = grads[0].contiguous()
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (query, key, value))
@@ -276,7 +282,17 @@ class _StructuredAttention(torch.autograd.Function):
             own = backward(*blocks, 0.0, False, scale=scale)
             for total, part in zip((grad_q, grad_k, grad_v), own, strict=True):
                 total[:, :, plan.clean :] += _from_blocks(part)
-        return grad_q, grad_k, grad_v, None, None, None, None
+        return grad_q, _gathered(grad_k, heads), _gathered(grad_v, heads), None, None, None, None
+
+
+def _expanded(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [B, Hkv, T, D], each head once for every query head that reads it, [B, H, T, D]."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _gathered(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of what `_expanded` made, for the heads there were."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
 def _needed(plan: StreamPlan, last: bool) -> Iterator[Tile]:

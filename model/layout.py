@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class TrainingBatch:
     weights [N] is 1 for a real prediction (in a causal stream beside the views the weight of its loss); a batch without
     any carries one of weight 0, so that every rank runs the same modules. supervised_tokens counts labels (a document's
     first token has no prediction but counts). rows [N]: the row of the batch that each prediction belongs to.
+    noise [N]: the mask ratio of each prediction's block in the view that masks it, t or 1 - t, in [0, 1]; NaN where
+    nothing is masked for it; None where the batch was not told. Nothing is computed from it, it sorts losses.
     """
 
     input_ids: Tensor
@@ -70,6 +72,7 @@ class TrainingBatch:
     rows: Tensor
     supervised_tokens: int
     batch_hash: str
+    noise: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -97,11 +100,13 @@ def lay_out_streams(
     keep_all: bool = False,
     causal_weight: float = 0.0,
     batch_hash: str = "",
+    ratios: Tensor | None = None,
 ) -> TrainingBatch:
     """The block-diffusion sequence of `rows`. mask: bool [B, L], what view 1 masks; views: the one or two noisy [B, L].
 
     With one view every supervised token must be masked in it. causal_weight: above 0 a causal stream is laid beside the
     clean one, and its next-token predictions are added with this weight.
+    ratios: float [B, L / K], each block's mask ratio t in view 1, if the batch shall tell its predictions' noise.
     """
     blocks = _blocks(rows, block_size)
     noisy, clean = _kept(blocks, keep_all)
@@ -127,7 +132,9 @@ def lay_out_streams(
         slots, targets = torch.cat((slots, more)), torch.cat((targets, further))
         weights = torch.cat((weights, torch.full((len(more),), causal_weight)))
     ids = torch.stack((views[0], views[-1], rows.input_ids, rows.input_ids))
-    return _batch(_as_blocks(ids, block_size)[stream, order], order, plan, slots, targets, weights, rows, batch_hash)
+    ids = _as_blocks(ids, block_size)[stream, order]
+    batch = _batch(ids, order, plan, slots, targets, weights, rows, batch_hash)
+    return batch if ratios is None else replace(batch, noise=_noise_of(rows, mask, blocks, ratios, len(batch.slots)))
 
 
 def lay_out_causal(rows: RowBatch, *, block_size: int, last_layer: int, batch_hash: str = "") -> TrainingBatch:
@@ -297,6 +304,19 @@ def _next_targets(
 def _as_blocks(ids: Tensor, block_size: int) -> Tensor:
     """[S, B, L] as [S, B * L / K, K]."""
     return ids.unflatten(2, (-1, block_size)).flatten(1, 2)
+
+
+def _noise_of(rows: RowBatch, mask: Tensor, blocks: _Blocks, ratios: Tensor, count: int) -> Tensor:
+    """How noisy each prediction's block is in the view that masks it: view 2 masks what view 1 does not.
+
+    [count], the masked predictions first; what the others, of a causal stream, have before them is no noise.
+    """
+    block_size = mask.shape[1] // ratios.shape[1]
+    row, position = _predicted(rows, blocks, block_size)
+    t = ratios[row, position // block_size]
+    noise = torch.full((count,), torch.nan)
+    noise[: len(row)] = torch.where(mask[row, position], t, 1 - t)
+    return noise
 
 
 def _batch(

@@ -82,11 +82,17 @@ class BlockDiffusion:
         length = rows.input_ids.shape[1]
         epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
         samples = zip(sample_ids, epochs, strict=True)
-        noise = [draw_noise(length, self.block_size, row_generator(self.seed, *one))[1] for one in samples]
-        return self.corrupted(rows, torch.stack(noise), sample_ids)
+        noise = [draw_noise(length, self.block_size, row_generator(self.seed, *one)) for one in samples]
+        ratios, masks = (torch.stack(drawn) for drawn in zip(*noise, strict=True))
+        return self.corrupted(rows, masks, sample_ids, ratios)
 
-    def corrupted(self, rows: RowBatch, mask: Tensor, sample_ids: Sequence[int]) -> TrainingBatch:
-        """The batch under a given mask: bool [B, L], True where view 1 masks a supervised token."""
+    def corrupted(
+        self, rows: RowBatch, mask: Tensor, sample_ids: Sequence[int], ratios: Tensor | None = None
+    ) -> TrainingBatch:
+        """The batch under a given mask: bool [B, L], True where view 1 masks a supervised token.
+
+        ratios: float [B, L / K], the blocks' mask ratios, for `TrainingBatch.noise`.
+        """
         rows = self._arranged(rows)
         views: Sequence[Tensor] = complementary_views(rows.input_ids, rows.labels, mask, self.mask_token_id)
         if not self.complementary_masks:
@@ -100,6 +106,7 @@ class BlockDiffusion:
             keep_all=self.keep_all,
             causal_weight=self.ar_loss_weight,
             batch_hash=hash_batch(sample_ids, *views),
+            ratios=ratios,
         )
 
     def lengths(self, rows: RowBatch) -> Tensor:

@@ -10,8 +10,10 @@ folder:
 
     rows/                 the packed rows, where --data was chats or absent
     checkpoints/step_N/   the newest checkpoints, each with its COMMIT.json
-    metrics.jsonl         a line a step: loss, supervised tokens, batch hash, learning rate, gradient norm, tokens/s
-    loss.png              the curve
+    metrics.jsonl         a line a step: loss (also by noise level, also held out), gradient norm, tokens/s, time shares
+    samples.jsonl         what the model wrote at each evaluation
+    tensorboard/          both for TensorBoard
+    loss.png              the curves
     model/                the adapted model, an ordinary Hugging Face folder
     manifest.json         configuration, input hashes, versions, figures
     assess/               with --assess true: the report of pipelines/assess.py
@@ -52,7 +54,8 @@ from pipelines.jobkit import (
 )
 from pipelines.jobkit.identity import hash_of, identity_of
 from pipelines.prepare import PrepareConfig, TasksConfig
-from pipelines.training.curve import draw_loss
+from pipelines.training.curve import draw_curves
+from pipelines.training.evaluating import evaluation_settings
 from pipelines.training.launch import train
 from pipelines.training.resources import Placement, cluster_expected, cluster_here, place_workers, wait_for_workers
 from pipelines.training.section import TrainSection, worker_keys
@@ -85,6 +88,9 @@ class AdaptConfig(JobConfig):
     )
     objective: Literal["block_diffusion", "next_token"] = Field(
         "block_diffusion", description="what is minimised; next_token is the control on the same rows"
+    )
+    held_out: float = Field(
+        0.0, ge=0, lt=1, description="share of the chats of --data to keep out of training, to evaluate on"
     )
     assess: bool | None = Field(
         None,
@@ -148,6 +154,8 @@ def _inputs(config: AdaptConfig, base: str) -> dict[str, str]:
     packed = PackedRows(config.data[0])
     _check_pack(config, packed)
     _check_length(packed.format.context_length, context_length_of(described), base)
+    if config.held_out:
+        raise UserError(f"{config.data[0]} is packed already: leave --held_out out, or give the chats.")
     return inputs | hash_inputs(packed.inputs)
 
 
@@ -196,6 +204,7 @@ def _adapt(config: AdaptConfig, base: str, output: OutputFolder) -> dict[str, An
     if not output.has("model"):
         placement = place_workers(config.train, cluster_here())
         settings = _settings(config, base, rows, hash_of([identity_of(config), output.inputs]), placement)
+        settings = dataclasses.replace(settings, evaluation=evaluation_settings(config.train, rows))
         _check_checkpoint(settings)
         print(f"adapt: {len(packed):,} rows of {packed.format.context_length:,} tokens, {placement.text}", flush=True)
         places = (("--output", str(config.output)), ("--data", rows), ("--model", base))
@@ -214,6 +223,7 @@ def _prepared(config: AdaptConfig, base: str, output: OutputFolder) -> str:
             data=config.data,
             output=rows,
             seed=config.seed,
+            held_out=config.held_out,
             read=config.read,
             pack=config.pack,
             tasks=config.tasks,
@@ -263,16 +273,17 @@ def _mind_the_poll() -> None:
 
 
 def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, Any]:
-    """Draw the curve and sum the run up."""
+    """Draw the curves and sum the run up."""
     filesystem, root = url_to_fs(str(config.output))
     records = read_metrics(filesystem, f"{root.rstrip('/')}/{METRICS}")
     taken = [record for record in records if record["loss"] is not None]
     with output.stage("loss.png") as path:
-        draw_loss(taken, f"{config.objective}, {config.train.steps} steps", path)
+        draw_curves(taken, f"{config.objective}, {config.train.steps} steps", path)
     losses = [record["loss"] for record in taken]
     skipped = len(records) - len(taken)
     if skipped:
         print(f"adapt: {skipped:,} of {len(records):,} steps were skipped: their loss or gradient was not finite.")
+    held_out = [record["held_out_loss"] for record in records if "held_out_loss" in record]
     last = max(1, round(len(losses) * LAST_SHARE))
     return {
         "steps": len(records),
@@ -282,6 +293,7 @@ def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, 
         "skipped_steps": skipped,
         "first_loss": losses[0] if losses else None,
         "last_loss": float(np.mean(losses[-last:])) if losses else None,
+        **({"held_out_loss": held_out[-1]} if held_out else {}),
         "tokens_per_second": float(np.median([record["tokens_per_second"] for record in records])),
     }
 

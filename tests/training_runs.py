@@ -20,6 +20,7 @@ STEPS = 60
 ROWS_PER_STEP = 5  # epochs end in the middle of steps, two workers get unequal shares
 MICRO_ROWS = 2
 LEARNING_RATE = 5e-3
+TIMED = ("tokens_per_second", "seconds", "time", "time_shares")
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 
 
 def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without the one figure that differs from run to run."""
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in metrics]
+    """Metrics without the figures that differ from run to run."""
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in metrics]
 
 
 def arguments(model: Path, rows: Path, output: Path, **train: Any) -> list[str]:

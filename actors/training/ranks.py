@@ -5,7 +5,8 @@ One worker needs no collective, so every call is free there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,16 @@ HALF = 1 << 32
 
 @dataclass(frozen=True)
 class Ranks:
-    """This worker among its kind: rank of `world`, local_rank on its node; group: a gloo process group."""
+    """This worker among its kind: rank of `world`, local_rank on its node; group: a gloo process group.
+
+    watch: makes the context that every exchange runs in, for a clock.
+    """
 
     rank: int
     world: int
     local_rank: int
     group: dist.ProcessGroup | None
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def join(cls, rank: int, world: int, local_rank: int) -> Ranks:
@@ -38,16 +43,22 @@ class Ranks:
         if self.world == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, group=self.group)
+        with self.watch():
+            dist.all_reduce(tensor, group=self.group)
         return [int(value) for value in tensor.tolist()]
 
     def total_float(self, value: float) -> float:
         """Sum over all ranks, in float64."""
+        return self.total_floats([value])[0]
+
+    def total_floats(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64."""
         if self.world == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.group)
-        return float(tensor.item())
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self.watch():
+            dist.all_reduce(tensor, group=self.group)
+        return [float(value) for value in tensor.tolist()]
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""

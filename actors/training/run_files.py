@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ TOKEN = ".run"
 class StepRecord:
     """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch.
 
-    skipped: the sample ids for whose sake the step changed nothing; it has neither loss nor grad_norm then. None has no
-    place in the line otherwise.
+    seconds: the step took, its evaluation not included; time: when it ended, seconds since 1970. loss_by_noise: the
+    mean loss at each noise level (see `actors.training.noise`). time_shares: where the seconds went, by phase, the mean
+    over the workers (see `actors.training.clock`). mfu: share of the stated peak of the GPUs (see
+    `actors.training.flops`). held_out_loss: of the step's evaluation. skipped: the sample ids for whose sake the step
+    changed nothing; it has neither loss nor grad_norm then. What else is None has no place in the line.
     """
 
     step: int
@@ -35,6 +39,12 @@ class StepRecord:
     learning_rate: float
     grad_norm: float | None
     tokens_per_second: float
+    seconds: float | None = None
+    time: float | None = None
+    loss_by_noise: list[float | None] | None = None
+    time_shares: dict[str, float] | None = None
+    mfu: float | None = None
+    held_out_loss: float | None = None
     skipped: list[int] | None = None
 
     def line(self) -> dict[str, Any]:
@@ -67,24 +77,29 @@ class Fence:
             raise JobError(f"{self._place.rpartition('/')[0]} was taken over by another run: this one stops.")
 
 
-class MetricsLog:
-    """metrics.jsonl: a line a step, flushed at once; on an object store, which cannot append, put at checkpoints."""
+class LinesLog:
+    """A file of JSON lines, each with its step: flushed at once; on an object store, which cannot append, put there at
+    checkpoints. A local file appears with its first line."""
 
-    def __init__(self, output: str, fence: Fence) -> None:
+    def __init__(self, output: str, name: str, fence: Fence) -> None:
         self._filesystem, root = url_to_fs(output)
-        self._place = f"{root.rstrip('/')}/{METRICS}"
+        self._place = f"{root.rstrip('/')}/{name}"
         self._local = "file" in self._filesystem.protocol
         self._fence = fence
         self._lines: list[str] = []
 
-    def cut(self, step: int) -> None:
-        """Keep the lines of steps 1 .. step, the ones a checkpoint stands for."""
-        self._lines = [json.dumps(record) + "\n" for record in read_metrics(self._filesystem, self._place, step)]
-        self.publish(force=True)
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Keep the lines of steps 1 .. step, the ones a checkpoint stands for; returns them."""
+        kept = read_metrics(self._filesystem, self._place, step)
+        self._lines = [_text(line) for line in kept]
+        if kept or self._filesystem.exists(self._place):
+            self.publish(force=True)
+        return kept
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, values: Mapping[str, Any]) -> None:
+        """values: `step` and what belongs to it."""
         self._fence.check()
-        line = json.dumps(record.line()) + "\n"
+        line = _text(values)
         self._lines.append(line)
         if self._local:
             with open(self._place, "a", encoding="utf-8") as file:
@@ -92,20 +107,24 @@ class MetricsLog:
 
     def publish(self, *, force: bool = False) -> None:
         """Bring the stored file up to date; local files are already."""
-        if self._local and not force:
+        if not force and (self._local or not self._lines):
             return
         self._fence.check()
         content = "".join(self._lines).encode()
         if not self._local:
             self._filesystem.pipe_file(self._place, content)
             return
-        partial = Path(self._place).with_name(f".{METRICS}.partial")
+        partial = Path(self._place).with_name(f".{Path(self._place).name}.partial")
         partial.write_bytes(content)
         os.replace(partial, self._place)
 
 
+def _text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
 def read_metrics(filesystem: Any, place: str, last: int | None = None) -> list[dict[str, Any]]:
-    """The records of steps 1 .. last (None: all); a line that was cut short by a kill ends the reading."""
+    """The lines of steps 1 .. last (None: all) of a LinesLog; one that was cut short by a kill ends the reading."""
     try:
         lines = filesystem.cat_file(place).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:

@@ -19,6 +19,28 @@ NEVER_PARTITIONED = 10**12  # a persistence threshold (elements) that every para
 
 
 @dataclass(frozen=True)
+class EvaluationSettings:
+    """When and on what a run is evaluated. every: steps from one evaluation to the next, 0 for none; the last step has
+    one too. rows: folder of held-out rows, of which the first most_rows count. samples: prompts to continue by at most
+    sample_tokens tokens each.
+    """
+
+    every: int = 0
+    rows: str = ""
+    most_rows: int = 1
+    samples: int = 0
+    sample_tokens: int = 1
+
+    @property
+    def on(self) -> bool:
+        return self.every > 0
+
+    def due(self, done: int, steps: int) -> bool:
+        """Whether a run of `steps` steps is evaluated after `done` of them."""
+        return self.on and (done % self.every == 0 or done == steps)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """A training run. Places are absolute paths or URIs; sizes count rows, times count steps.
 
@@ -59,6 +81,7 @@ class TrainSettings:
     ar_loss_weight: float = 0.0
     lora: LoraSettings | None = None
     on_nan: str = "stop"
+    evaluation: EvaluationSettings = EvaluationSettings()
 
     def check(self) -> None:
         """Raises UserError where options do not go together."""

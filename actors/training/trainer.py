@@ -27,18 +27,22 @@ from torch import Tensor
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Commit
 from actors.training.consolidate import DESCRIPTION
+from actors.training.evaluation import Evaluation
 from actors.training.lora import Adapter, publish_adapter
-from actors.training.micro_batches import MicroBatches, Totals
+from actors.training.measures import Measures
+from actors.training.micro_batches import MicroBatches
 from actors.training.non_finite import NonFinite
 from actors.training.ranks import Ranks
 from actors.training.rows import PackedRows
-from actors.training.run_files import Fence, MetricsLog, StepRecord
+from actors.training.run_files import Fence, StepRecord
+from actors.training.run_log import RunLog
 from actors.training.settings import TrainSettings
 from actors.training.trained_model import publish_model
 from actors.training.update import finish_step
 from actors.training.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion, save_description
 from model.errors import JobError, UserError
+from model.layout import TrainingBatch
 from model.objective import Objective, TrainingModel, make_objective, to_device
 from model.sources import fetch_model
 
@@ -93,6 +97,8 @@ class Trainer:
     """One worker of a run. Every rank constructs it and calls run() once."""
 
     def __init__(self, settings: TrainSettings, ranks: Ranks, link: Link, token: str) -> None:
+        self.measures = Measures(settings)
+        ranks = replace(ranks, watch=self.measures.communicating)
         self.settings, self.ranks, self.link = settings, ranks, link
         if settings.device == "cpu":
             torch.set_num_threads(settings.threads)
@@ -100,7 +106,7 @@ class Trainer:
             torch.cuda.set_device(ray.train.torch.get_device())
         self.fence = Fence(settings.output, token)
         self.store = CheckpointStore(settings.output, keep=settings.keep_checkpoints, guard=self.fence.check)
-        self.log = MetricsLog(settings.output, self.fence)
+        self.log = RunLog(settings.output, self.fence)
         self.rows = PackedRows(settings.rows)
         self.non_finite = NonFinite(settings.on_nan, ranks, settings.rows)
         link.enter("loading the model")
@@ -109,10 +115,13 @@ class Trainer:
         self.adapter = Adapter.into(self.backbone, settings.lora) if settings.lora else None
         self.objective = self._objective()
         self.batches = MicroBatches(settings, self.rows, self.objective, ranks)
+        self.evaluation = Evaluation(settings, self.rows.format, self.backbone, self.adapter, ranks)
+        self.measures.count(self.backbone.model)
         self.parameters = sum(p.numel() for p in self.backbone.model.parameters())
         link.enter("starting DeepSpeed")
-        self.engine = start_engine(TrainingModel(self.backbone.model, self.non_finite.observe).train(), settings)
+        self.engine = start_engine(TrainingModel(self.backbone.model, self._observe).train(), settings)
         self.device = self.engine.device
+        self.measures.attach(self.device)
 
     def run(self) -> None:
         """Train from the newest checkpoint to the last step, or until asked to stop; then write the model."""
@@ -120,6 +129,8 @@ class Trainer:
         self.link.enter("training")
         for step in range(saved, self.settings.steps):
             record = self._step(step)
+            if record is not None:
+                self._told(record)
             done = step if record is None else step + 1
             if done > saved and self._saves_after(done, stopped=record is None):
                 self._save(done)
@@ -188,10 +199,12 @@ class Trainer:
 
     def _step(self, step: int) -> StepRecord | None:
         """Run a 0-based step; None when asked to stop before it was done (its gradients are dropped)."""
-        begun = time.perf_counter()
+        begun, measures = time.perf_counter(), self.measures
+        measures.begin()
         self.non_finite.begin()
-        micro = self.batches.of(step)
-        totals = self.batches.totals(micro)
+        with measures.phase("data"):
+            micro = self.batches.of(step)
+            totals = self.batches.totals(micro)
         rate = self.settings.learning_rate_at(step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -204,42 +217,60 @@ class Trainer:
             torch.manual_seed(_seed_of(self.settings.seed, step, self.ranks.rank, index))
             last = index == len(micro) - 1
             self.engine.set_gradient_accumulation_boundary(last)
-            part = self.engine(to_device(one.batch, self.device))
+            with measures.phase("data"):
+                batch = to_device(one.batch, self.device)
+            with measures.phase("forward"):
+                part = self.engine(batch)
             loss += part.detach()
             if last:
                 mean = self.ranks.total_float(float(loss)) / max(totals.supervised_tokens, 1)
-            self.engine.backward(part * (scale if math.isfinite(mean) else math.nan))  # NaN: no rank takes this step
-            norm = finish_step(self.engine) if last else self.engine.step()
+            with measures.phase("backward"):  # NaN: no rank takes this step
+                self.engine.backward(part * (scale if math.isfinite(mean) else math.nan))
+            with measures.phase("optimizer"):
+                norm = finish_step(self.engine) if last else self.engine.step()
         skipped = self.non_finite.judge(step, mean, norm, micro)
         if skipped is not None:
             self.link.enter(f"step {step + 1} is left out: its loss or gradient is not finite (samples {skipped})")
             self.link.enter("training")
-        return self._record(step, mean, norm, totals, rate, time.perf_counter() - begun, skipped)
-
-    def _record(
-        self,
-        step: int,
-        loss: float,
-        norm: float | None,
-        totals: Totals,
-        rate: float,
-        seconds: float,
-        skipped: list[int] | None,
-    ) -> StepRecord:
-        record = StepRecord(
+        seconds = time.perf_counter() - begun
+        figures = measures.end(self.ranks, [one.batch for one in micro], seconds)
+        return StepRecord(
             step=step + 1,
-            loss=loss if skipped is None else None,
+            loss=mean if skipped is None else None,
             supervised_tokens=totals.supervised_tokens,
             batch_hash=totals.batch_hash,
             learning_rate=rate,
             grad_norm=norm,
             tokens_per_second=totals.tokens / seconds,
             skipped=skipped,
+            seconds=seconds,
+            time=time.time(),
+            **figures,
         )
+
+    def _observe(self, batch: TrainingBatch, losses: Tensor) -> None:
+        """Shown every forward's losses, [N]."""
+        self.non_finite.observe(batch, losses)
+        self.measures.noise.add(batch, losses)
+
+    def _told(self, record: StepRecord) -> None:
+        """A step is done: evaluate where that is due, write the line, say so."""
+        record = replace(record, held_out_loss=self._evaluate(record.step))
         if self.ranks.first:
             self.log.append(record)
         self.link.publish(record)
-        return record
+
+    def _evaluate(self, done: int) -> float | None:
+        """The held-out loss after `done` steps, and samples on disk, where an evaluation is due."""
+        if not self.settings.evaluation.due(done, self.settings.steps):
+            return None
+        self.link.enter(f"evaluating after step {done}")
+        loss = self.evaluation.loss(self.engine)
+        samples = self.evaluation.samples(done)
+        if self.ranks.first:
+            self.log.append_samples(samples)
+        self.link.enter("training")
+        return loss
 
     # Keeping --------------------------------------------------------------------------------------------------------
 

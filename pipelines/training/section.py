@@ -11,6 +11,8 @@ from actors.training.offload import Offload
 from pipelines.jobkit import NOT_IDENTITY, Section
 from pipelines.training.options import LoraSection, OffloadSection
 
+EVALUATION_KEYS = ("held_out_every", "held_out_rows", "samples", "sample_tokens")  # see pipelines.training.evaluating
+
 
 class TrainSection(Section):
     """How the model is trained. The defaults are the demo's: a small model on a machine without GPU."""
@@ -84,6 +86,25 @@ class TrainSection(Section):
         40, ge=1, description="steps between checkpoints; the last step has one too", json_schema_extra=NOT_IDENTITY
     )
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints to keep", json_schema_extra=NOT_IDENTITY)
+    held_out_every: int | None = Field(
+        None,
+        ge=0,
+        description="steps between evaluations on held-out rows, the last step has one too; 0: none; "
+        "null: as often as checkpoints, where the rows have a held_out folder",
+        json_schema_extra=NOT_IDENTITY,
+    )
+    held_out_rows: int = Field(
+        16, ge=1, description="held-out rows, the first ones, that the loss is taken on", json_schema_extra=NOT_IDENTITY
+    )
+    samples: int = Field(
+        2,
+        ge=0,
+        description="held-out prompts that the model continues at each evaluation, into samples.jsonl",
+        json_schema_extra=NOT_IDENTITY,
+    )
+    sample_tokens: int = Field(
+        48, ge=1, description="longest continuation of a sample in tokens", json_schema_extra=NOT_IDENTITY
+    )
     max_failures: int = Field(
         3,
         ge=0,
@@ -96,7 +117,7 @@ class TrainSection(Section):
 
 def worker_keys(section: TrainSection) -> dict[str, Any]:
     """What workers are told of the section: the fields of TrainSettings that have the keys' names."""
-    apart = {"workers", "device", "cpus_per_worker", "max_failures", "offload", "lora"}
+    apart = {"workers", "device", "cpus_per_worker", "max_failures", "offload", "lora", *EVALUATION_KEYS}
     return {
         **section.model_dump(exclude=apart),
         "offload": Offload(**section.offload.model_dump()),

@@ -7,13 +7,14 @@ import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from actors.training.checkpoints import COMMIT, CheckpointStore
 from actors.training.ranks import Ranks, halves, whole
-from actors.training.run_files import METRICS, Fence, MetricsLog, StepRecord, read_metrics
+from actors.training.run_files import METRICS, Fence, LinesLog, StepRecord, read_metrics
 from model.errors import JobError, UserError
 from model.layout import combine_hashes
 
@@ -138,8 +139,8 @@ def test_a_run_that_lost_its_output_commits_nothing(output: str) -> None:
     assert [commit.step for commit in store.committed()] == [5]
 
 
-def record(step: int) -> StepRecord:
-    return StepRecord(step, 1.0 / step, 10, "00", 1e-3, 0.5, 100.0)
+def record(step: int) -> dict[str, Any]:
+    return StepRecord(step, 1.0 / step, 10, "00", 1e-3, 0.5, 100.0).line()
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_go_on_with_one_line_a_step(output: str) -> None:
@@ -147,13 +148,13 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_go_on_with_one_line_a_step(o
     filesystem.makedirs(root, exist_ok=True)
     fence = Fence(output, "mine")
     fence.raise_up()
-    log = MetricsLog(output, fence)
+    log = LinesLog(output, METRICS, fence)
     log.cut(0)
     for step in range(1, 6):
         log.append(record(step))
     log.publish()
     filesystem.pipe_file(f"{root}/{METRICS}", filesystem.cat_file(f"{root}/{METRICS}") + b'{"step": 6, "lo')
-    again = MetricsLog(output, fence)
+    again = LinesLog(output, METRICS, fence)
     again.cut(3)
     again.append(record(4))
     again.publish()
@@ -163,11 +164,11 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_go_on_with_one_line_a_step(o
 def test_a_local_metrics_line_can_be_read_at_once(tmp_path: Path) -> None:
     fence = Fence(str(tmp_path), "mine")
     fence.raise_up()
-    MetricsLog(str(tmp_path), fence).append(record(1))
+    LinesLog(str(tmp_path), METRICS, fence).append(record(1))
     assert json.loads((tmp_path / METRICS).read_text())["loss"] == 1.0
     fence.take_down()
     with pytest.raises(JobError, match="taken over"):
-        MetricsLog(str(tmp_path), fence).append(record(2))
+        LinesLog(str(tmp_path), METRICS, fence).append(record(2))
 
 
 def test_hashes_of_parts_add_up_to_the_hash_of_the_whole_across_ranks() -> None:

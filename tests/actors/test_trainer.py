@@ -152,13 +152,16 @@ def test_the_control_trains_on_the_same_rows_and_stays_an_autoregressive_model(
 
 def test_metrics_have_one_line_a_step_with_every_figure(uninterrupted: TrainingRun) -> None:
     names = {"step", "loss", "supervised_tokens", "batch_hash", "learning_rate", "grad_norm", "tokens_per_second"}
+    names |= {"seconds", "time", "loss_by_noise", "time_shares"}  # and no mfu: a CPU's peak is not stated
     assert [line["step"] for line in uninterrupted.metrics] == list(range(1, STEPS + 1))
     assert all(set(line) == names and all(map(finite, line.values())) for line in uninterrupted.metrics)
     assert len({line["batch_hash"] for line in uninterrupted.metrics}) == STEPS
 
 
 def finite(value: Any) -> bool:
-    return isinstance(value, str) or math.isfinite(value)
+    if isinstance(value, list | dict):
+        return all(map(finite, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str) or math.isfinite(value)
 
 
 def test_the_result_loads_in_transformers_as_its_base_class(uninterrupted: TrainingRun) -> None:
@@ -189,7 +192,7 @@ def test_the_result_has_learnt_what_the_last_loss_says(uninterrupted: TrainingRu
 
 def test_the_output_holds_what_was_promised_and_nothing_half_written(uninterrupted: TrainingRun) -> None:
     names = {path.name for path in uninterrupted.output.iterdir()}
-    assert names == {"checkpoints", "loss.png", "manifest.json", "metrics.jsonl", "model"}
+    assert names == {"checkpoints", "loss.png", "manifest.json", "metrics.jsonl", "model", "tensorboard"}
     kept = sorted(path.name for path in (uninterrupted.output / "checkpoints").iterdir())
     assert kept == ["step_50", "step_60"]
     commit = json.loads((uninterrupted.output / "checkpoints" / "step_60" / "COMMIT.json").read_text())

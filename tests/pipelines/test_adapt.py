@@ -115,3 +115,11 @@ def test_started_without_arguments_it_assesses_unless_told_not_to(monkeypatch: p
     for said in (None, True, False):
         run_chain(AdaptConfig(data=("chats.jsonl",), assess=said))
     assert asked == [True, True, False]
+
+
+def test_holding_out_of_rows_that_are_packed_already_is_refused(
+    tiny_model: Path, training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", tiny_model, "--data", training_rows, "--output", tmp_path / "out", "--held_out", 0.1)
+    assert adapt(*words) == 2
+    assert "is packed already: leave --held_out out" in last_line(capsys)

@@ -159,8 +159,9 @@ def test_the_job_line_runs_the_whole_chain_on_a_head_started_in_the_checkout(hea
     output = head.storage / "adapt"
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["figures"]["steps"] == 3
+    assert manifest["figures"]["held_out_loss"] > 0  # on the held-out tasks' rows, without being told
     assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     model = AutoModelForCausalLM.from_pretrained(output / "model")
     assert model.config.block_diffusion["block_size"] == 8
-    for name in ("rows/stats.json", "loss.png", "assess/report.md"):
+    for name in ("rows/stats.json", "loss.png", "samples.jsonl", "assess/report.md"):
         assert (output / name).is_file()

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.training.clock import OTHER, PHASES
 from model.errors import JobError, UserError
-from pipelines.training.curve import draw_loss, running_mean
+from pipelines.training.curve import draw_curves, running_mean
 from pipelines.training.launch import persist
 from pipelines.training.resources import Cluster, Placement, _provider_of, joined, place_workers
 from pipelines.training.section import TrainSection
@@ -105,10 +106,14 @@ def test_failures_without_progress_end_the_job() -> None:
     assert script.attempts == 3
 
 
-def test_the_curve_is_a_picture_of_the_losses(tmp_path: Path) -> None:
-    records = [{"step": n, "loss": 3.0 / n, "learning_rate": 1e-3} for n in range(1, 30)]
-    draw_loss(records, "a run", tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+def test_the_curves_are_a_picture_whatever_the_lines_hold(tmp_path: Path) -> None:
+    plain = [{"step": n, "loss": 3.0 / n, "learning_rate": 1e-3, "grad_norm": 1.0} for n in range(1, 30)]
+    shares = dict.fromkeys((*PHASES, OTHER), 1 / 6)
+    more = {"loss_by_noise": [1.0, None, 2.0, 3.0, 4.0], "time_shares": shares}
+    full = [{**line, **more, **({"held_out_loss": 2.0} if line["step"] % 7 == 0 else {})} for line in plain]
+    for records in (plain, full, plain[:3] + full[3:], full[:1]):
+        draw_curves(records, "a run", tmp_path / "loss.png")
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_running_mean_starts_at_the_first_loss_and_stays_inside() -> None:

@@ -1,36 +1,44 @@
 """Chats in, packed rows out.
 
     python pipelines/prepare.py --model MODEL --data chats.jsonl --output rows
+    python pipelines/prepare.py --model MODEL --data a.jsonl owner/dataset s3://bucket/c --mixture.weights 2 1 1
     python pipelines/prepare.py --output rows                # the project's own tasks, for the demo's base model
 
 Ray Data reads the files in shards, renders every chat with the tokenizer's own template and marks what the assistant
-wrote; the driver plans from the documents' lengths which of them lie in which row (pipelines/chats/pack.py); Ray Data
-writes the rows. The output folder:
+wrote; the driver plans from the documents' lengths which of them are taken (pipelines/chats/mixture.py) and in which
+row they lie (pipelines/chats/pack.py); Ray Data writes the rows. A worker holds a batch of lines or a file of rows,
+never a file of chats; the driver holds about 40 bytes a document. The output folder:
 
     part-00000.parquet ...    packed rows: input_ids, labels, document_ids, position_ids
     held_out/part-...         the rows of held-out documents, when there are any
     tasks/*.jsonl             the generated chats, when --data is absent
-    stats.json                documents, turns, tokens, supervised share, rows, fill, splits, rejects by reason
+    stats.json                documents, turns, tokens, supervised share, rows, fill, splits, rejects; for each file too
+    report.html, lengths.png  the same to look at, with examples: what the model learns is coloured
     rejected.jsonl            file, line and reason of every line that could not be used
-    manifest.json             configuration, input hashes, versions, figures
+    manifest.json             configuration, input hashes, versions, figures, checksums of all these files
+
+Every file appears by rename, so the same command goes on after any interruption, with what is there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from model.errors import UserError
-from pipelines.chats.documents import Counts, Reading, Summary, encoder_of, rejected_name
+from pipelines.chats.documents import Reading, Summary, encoder_of
+from pipelines.chats.mixture import Portion, Recipe, mix
 from pipelines.chats.nodes import check_seen, several_nodes, wait_for_cpus
 from pipelines.chats.pack import parts, plan_rows
+from pipelines.chats.publishing import checksum, remove_partials
+from pipelines.chats.rejects import REJECTED, check_rejected, write_rejected
+from pipelines.chats.report import REPORTS, told, write_reports
 from pipelines.chats.rows import RowFormat
 from pipelines.chats.sources import InputFile, cut, find_files
 from pipelines.chats.stages import (
@@ -43,6 +51,7 @@ from pipelines.chats.stages import (
     read_lengths,
     write_all_parts,
 )
+from pipelines.chats.statistics import split_figures, statistics
 from pipelines.chats.vocabulary import row_format
 from pipelines.jobkit import (
     NOT_IDENTITY,
@@ -60,7 +69,6 @@ from pipelines.jobkit import (
 from pipelines.tasks import SPLITS, generate
 
 DOCUMENTS = ".documents"  # tokenized documents, between the two stages
-ROWS_PER_PART = 2048
 FOLDERS = {"train": "", "held_out": "held_out/"}
 
 
@@ -72,6 +80,26 @@ class TasksConfig(Section):
     seed: int = Field(0, ge=0, description="seed that chooses the tasks and their order")
 
 
+class MixtureConfig(Section):
+    """How much is taken of each source; without weights every document is taken once."""
+
+    weights: tuple[float, ...] = Field(
+        (), description="share of the training tokens from each word of --data, in any unit; 0 leaves one out"
+    )
+    tokens: int | None = Field(
+        None, ge=1, description="training tokens in all; null: as many as mixture.repeat passes over the sources allow"
+    )
+    repeat: float = Field(1.0, gt=0, description="most passes over a source; above 1 its documents come again")
+
+    @model_validator(mode="after")
+    def _weights_are_shares(self) -> MixtureConfig:
+        if self.weights and (min(self.weights) < 0 or sum(self.weights) <= 0):
+            raise ValueError(f"mixture.weights {self.weights} must be at least 0, and not all of them 0")
+        if not self.weights and (self.tokens is not None or self.repeat != 1):
+            raise ValueError("mixture.tokens and mixture.repeat need mixture.weights, one for each word of --data")
+        return self
+
+
 class PrepareConfig(JobConfig):
     """Turn chats into packed rows for adaptation: tokens, what the assistant wrote, and block-aligned rows."""
 
@@ -81,10 +109,19 @@ class PrepareConfig(JobConfig):
     workers: int | None = Field(
         None, ge=1, description="tasks that run at once; null: as many as CPUs", json_schema_extra=NOT_IDENTITY
     )
+    rows_per_file: int = Field(2048, ge=1, description="rows in a file; a worker holds the rows of one")
     read: ReadConfig = ReadConfig()
+    mixture: MixtureConfig = MixtureConfig()
     pack: PackConfig = PackConfig()
     tasks: TasksConfig = TasksConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _a_weight_a_source(self) -> PrepareConfig:
+        weights, words = len(self.mixture.weights), len(self.data)
+        if weights not in (0, words):
+            raise ValueError(f"mixture.weights has {weights} numbers, --data has {words} words: give one weight each")
+        return self
 
 
 @dataclass(frozen=True)
@@ -95,6 +132,14 @@ class Source:
     held_out: float
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a run has made: the content of stats.json, and the checksums of the output's files by name."""
+
+    stats: dict[str, Any]
+    checksums: dict[str, str]
+
+
 def run(config: PrepareConfig) -> dict[str, Any]:
     """Do the job and return its figures (the content of stats.json); a finished output is left as it is."""
     assert config.output is not None, "jobkit settles the output"
@@ -102,22 +147,19 @@ def run(config: PrepareConfig) -> dict[str, Any]:
     with OutputFolder(
         config.output, job="prepare", config=config, inputs=hash_inputs(file.uri for file in files)
     ) as output:
-        figures = _finished(output) or _prepare_or_forget(config, output, files)
         if output.finished is None:
-            output.finish(figures, seeds={"tasks.seed": config.tasks.seed} if not files else {})
+            made = _prepare_or_forget(config, output, files)
+            seeds = {"tasks.seed": config.tasks.seed} if not files else {}
+            output.finish(made.stats, seeds=seeds, files=made.checksums)
+        else:
+            print(f"{output.uri()} is finished: nothing to do.")
         _clear(output)
+        assert output.finished is not None
+        figures: dict[str, Any] = output.finished["figures"]
         return figures
 
 
-def _finished(output: OutputFolder) -> dict[str, Any] | None:
-    if output.finished is None:
-        return None
-    print(f"{output.uri()} is finished: nothing to do.")
-    figures: dict[str, Any] = output.finished["figures"]
-    return figures
-
-
-def _prepare_or_forget(config: PrepareConfig, output: OutputFolder, files: Sequence[InputFile]) -> dict[str, Any]:
+def _prepare_or_forget(config: PrepareConfig, output: OutputFolder, files: Sequence[InputFile]) -> Made:
     """Bad input leaves nothing to continue, only rejected.jsonl to look into."""
     try:
         return _prepare(config, output, [Source(file, config.held_out) for file in files])
@@ -135,13 +177,13 @@ def plan(config: PrepareConfig) -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(file.size for file in files),
         "shards": len(cut(files, config.read.shard_bytes)) if files else 2,
-        "rows_per_part": ROWS_PER_PART,
+        "rows_per_file": config.rows_per_file,
         "cpus_per_task": 1,
         "tasks_at_once": config.workers or "as many as CPUs",
     }
 
 
-def _prepare(config: PrepareConfig, output: OutputFolder, sources: list[Source]) -> dict[str, Any]:
+def _prepare(config: PrepareConfig, output: OutputFolder, sources: list[Source]) -> Made:
     form, notes = row_format(config.model, block_size=config.pack.block_size, context_length=config.pack.context_length)
     plain = encoder_of(config.model).plain
     if plain:
@@ -155,16 +197,21 @@ def _prepare(config: PrepareConfig, output: OutputFolder, sources: list[Source])
         inputs = sorted({("--data", task.shard.file.uri) for task in tasks})
         check_seen([("--model", config.model or ""), *inputs, ("--output", output.uri())])
     summaries = _documents(config, output, tasks)
-    _write_rejected(output, tasks, summaries)
-    _check_rejected(config, output, tasks, summaries)
+    write_rejected(output, DOCUMENTS, tasks, summaries)
+    check_rejected(summaries, config.read.max_rejected, tasks, output.uri(REJECTED))
     lengths = read_lengths(documents_places(tasks, output.uri(DOCUMENTS)))
-    splits = {name: _rows(config, output, tasks, lengths, form, name) for name in FOLDERS}
-    stats = _statistics(tasks, summaries, splits, form)
+    packing = Packing(config, output, tasks, lengths, form)
+    members, portions = packing.training_members()
+    train, checksums = packing.write("train", members)
+    held_out, more = packing.write("held_out", np.flatnonzero(lengths.held_out))
+    stats = statistics(tasks, summaries, lengths, {"train": train, "held_out": held_out}, form)
+    if portions:
+        stats["mixture"] = [portion.figures(stats["tokens"]) for portion in portions]
     stats["chat_template"] = "plain" if plain else "the tokenizer's"
-    with output.stage("stats.json") as path:
-        path.write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
-    print(_report(output, stats))
-    return stats
+    write_reports(output, stats, tasks, lengths, output.uri(DOCUMENTS), encoder_of(config.model).tokenizer)
+    others = (*REPORTS, REJECTED, *_task_files(sources, config.tasks))
+    print(told(stats, output))
+    return Made(stats, checksums | more | {name: checksum(output.uri(name)) for name in others})
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -184,6 +231,12 @@ def _write_tasks(config: TasksConfig, output: OutputFolder) -> list[Source]:
         size = output.filesystem.size(output.place(name))
         sources.append(Source(InputFile(output.uri(name), size), 1.0 if split == "held_out" else 0.0))
     return sources
+
+
+def _task_files(sources: Sequence[Source], config: TasksConfig) -> list[str]:
+    """The files of generated tasks in the output."""
+    counts = {"train": config.count, "held_out": config.held_out}
+    return [] if sources else [f"tasks/{split}.jsonl" for split in SPLITS if counts[split]]
 
 
 def _read_tasks(config: PrepareConfig, sources: Sequence[Source]) -> list[ReadTask]:
@@ -214,159 +267,55 @@ def _documents(config: PrepareConfig, output: OutputFolder, tasks: Sequence[Read
     return [found[index] for index in range(len(tasks))]
 
 
-def _write_rejected(output: OutputFolder, tasks: Sequence[ReadTask], summaries: Sequence[Summary]) -> None:
-    """Join the shards' rejected lines, numbered within their file."""
-    with output.stage("rejected.jsonl") as path, path.open("w", encoding="utf-8") as joined:
-        for task, offset in zip(tasks, _line_offsets(tasks, summaries), strict=True):
-            uri = task.shard.file.uri
-            for line, reason in _rejected_of(output, task):
-                joined.write(json.dumps({"file": uri, "line": line + offset, "reason": reason}) + "\n")
-
-
-def _line_offsets(tasks: Sequence[ReadTask], summaries: Sequence[Summary]) -> Iterator[int]:
-    """Lines of the same file before each shard."""
-    before: Counter[int] = Counter()
-    for task, summary in zip(tasks, summaries, strict=True):
-        yield before[task.shard.file_index]
-        before[task.shard.file_index] += summary.lines
-
-
-def _rejected_of(output: OutputFolder, task: ReadTask) -> Iterator[tuple[int, str]]:
-    with output.filesystem.open(output.place(f"{DOCUMENTS}/{rejected_name(task.shard)}"), "rb") as file:
-        for line in file:
-            number, reason = json.loads(line)
-            yield number, reason
-
-
-def _check_rejected(
-    config: PrepareConfig, output: OutputFolder, tasks: Sequence[ReadTask], summaries: Sequence[Summary]
-) -> None:
-    """Raises UserError when more lines were rejected than allowed, or nothing is left."""
-    rejected = _rejected(summaries)
-    total, most = sum(rejected.values()), config.read.max_rejected
-    listed = f"see {output.uri('rejected.jsonl')}"
-    if most is not None and total > most:
-        raise UserError(
-            f"{total} lines were rejected ({_reasons(rejected)}), more than --read.max_rejected {most}: {listed}."
-        )
-    if any(summary.train.documents for summary in summaries):
-        return
-    if any(summary.held_out.documents for summary in summaries):
-        raise UserError("Every document was held out: lower --held_out, or give more data.")
-    files = sorted({task.shard.file.uri for task in tasks})
-    where = files[0] if len(files) == 1 else f"{len(files)} files"
-    why = f"all lines were rejected ({_reasons(rejected)}), {listed}" if total else "there are no lines"
-    raise UserError(f"No valid chat is left in {where}: {why}.")
-
-
-def _rejected(summaries: Sequence[Summary]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for summary in summaries:
-        counts.update(summary.rejected)
-    return dict(sorted(counts.items()))
-
-
-def _reasons(rejected: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in rejected.items())
-
-
 # Packing --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(
-    config: PrepareConfig,
-    output: OutputFolder,
-    tasks: Sequence[ReadTask],
-    lengths: Lengths,
-    form: RowFormat,
-    split: str,
-) -> dict[str, Any]:
-    """Stage 2 for one split: plan and write its rows. Returns the split's figures."""
-    members = np.flatnonzero(lengths.held_out == (split == "held_out"))
-    packing = plan_rows(
-        lengths.length[members],
-        block_size=form.block_size,
-        context_length=form.context_length,
-        seed=config.seed,
-    )
-    layout = Layout(members, packing, lengths.bounds, tuple(documents_places(tasks, output.uri(DOCUMENTS))))
-    files = [
-        Part(first, last, output.uri(f"{FOLDERS[split]}part-{number:05d}.parquet"))
-        for number, (first, last) in enumerate(parts(packing, ROWS_PER_PART))
-    ]
-    with Progress(f"packing {split}", total=len(files), unit="files") as progress:
-        for _ in write_all_parts(files, layout, form, config.workers):
-            progress.advance()
-    tokens, supervised = int(lengths.length[members].sum()), int(lengths.supervised[members].sum())
-    return {
-        "tokens": tokens,
-        "supervised_tokens": supervised,
-        "supervised_share": _share(supervised, tokens),
-        "rows": packing.row_count,
-        "fill": _share(tokens, packing.row_count * form.context_length),
-    }
+@dataclass(frozen=True)
+class Packing:
+    """Stage 2: plan and write rows of documents that stage 1 has left."""
 
+    config: PrepareConfig
+    output: OutputFolder
+    tasks: Sequence[ReadTask]
+    lengths: Lengths
+    form: RowFormat
 
-def _share(part: int, whole: int) -> float:
-    return round(part / whole, 4) if whole else 0.0
+    def training_members(self) -> tuple[np.ndarray, list[Portion]]:
+        """The training documents, and what the mixture takes of each source."""
+        members = np.flatnonzero(~self.lengths.held_out)
+        mixture = self.config.mixture
+        if not mixture.weights:
+            return members, []
+        source_of = np.repeat([task.shard.file.source for task in self.tasks], np.diff(self.lengths.bounds))
+        recipe = Recipe(self.config.data, mixture.weights, mixture.tokens, mixture.repeat, self.config.seed)
+        taken, portions = mix(recipe, self.lengths.length[members], source_of[members])
+        return members[taken], portions
 
-
-def _statistics(
-    tasks: Sequence[ReadTask], summaries: Sequence[Summary], splits: Mapping[str, dict[str, Any]], form: RowFormat
-) -> dict[str, Any]:
-    """stats.json: the training documents' figures, the held-out ones' under held_out, what was read and rejected."""
-    train, held_out = Counts(), Counts()
-    files: dict[str, dict[str, Any]] = {}
-    for task, summary in zip(tasks, summaries, strict=True):
-        train.add(summary.train)
-        held_out.add(summary.held_out)
-        file = files.setdefault(
-            task.shard.file.uri, {"format": summary.format, "lines": 0, "documents": 0, "rejected": 0}
+    def write(self, split: str, members: np.ndarray) -> tuple[dict[str, Any], dict[str, str]]:
+        """Write the rows of some documents; (the split's figures, the files' checksums)."""
+        block, row = self.form.block_size, self.form.context_length
+        plan = plan_rows(self.lengths.length[members], block_size=block, context_length=row, seed=self.config.seed)
+        layout = Layout(
+            members, plan, self.lengths.bounds, tuple(documents_places(self.tasks, self.output.uri(DOCUMENTS)))
         )
-        file["lines"] += summary.lines
-        file["documents"] += summary.train.documents + summary.held_out.documents
-        file["rejected"] += sum(summary.rejected.values())
-    rejected = _rejected(summaries)
-    return {
-        **asdict(train),
-        **splits["train"],
-        "held_out": {**asdict(held_out), **splits["held_out"]},
-        "rejected": sum(rejected.values()),
-        "rejected_by_reason": rejected,
-        "files": files,
-        **asdict(form),
-    }
-
-
-def _report(output: OutputFolder, stats: Mapping[str, Any]) -> str:
-    lines = [
-        f"{stats['documents']:,} documents with {stats['turns']:,} turns: {stats['tokens']:,} tokens, "
-        f"{stats['supervised_share']:.0%} of them supervised.",
-        f"{stats['rows']:,} rows of {stats['context_length']:,} tokens, {stats['fill']:.1%} full, in {output.uri()}.",
-    ]
-    if stats["held_out"]["documents"]:
-        held = stats["held_out"]
-        lines.append(f"Held out: {held['documents']:,} documents in {held['rows']:,} rows.")
-    if stats["split"] or stats["truncated"] or stats["dropped"]:
-        lines.append(
-            f"Longer than a row: {stats['split']:,} documents split, {stats['truncated']:,} cut, "
-            f"{stats['dropped']:,} pieces without supervised tokens dropped."
-        )
-    if stats["unrolled"]:
-        lines.append(
-            f"{stats['unrolled']:,} chats became one document per answer: the template rewrites earlier turns."
-        )
-    if stats["rejected"]:
-        reasons = _reasons(stats["rejected_by_reason"])
-        lines.append(f"Rejected: {stats['rejected']:,} lines ({reasons}), see {output.uri('rejected.jsonl')}.")
-    return "\n".join(lines)
+        stretches = list(parts(plan, self.config.rows_per_file))
+        names = [f"{FOLDERS[split]}part-{number:05d}.parquet" for number in range(len(stretches))]
+        files = [Part(*stretch, self.output.uri(name)) for stretch, name in zip(stretches, names, strict=True)]
+        checksums: dict[str, str] = {}
+        with Progress(f"packing {split}", total=len(files), unit="files") as progress:
+            for index, digest in write_all_parts(files, layout, self.form, self.config.workers):
+                checksums[names[index]] = digest
+                progress.advance()
+        return split_figures(self.lengths, members, plan, self.form), checksums
 
 
 def _clear(output: OutputFolder) -> None:
-    """Remove the documents between the stages."""
+    """Remove the documents between the stages, and what killed writers left."""
     place = output.place(DOCUMENTS)
     if output.filesystem.exists(place):
         output.filesystem.rm(place, recursive=True)
+    for folder in FOLDERS.values():
+        remove_partials(output.uri(folder.rstrip("/")))
 
 
 if __name__ == "__main__":

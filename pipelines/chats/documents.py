@@ -7,16 +7,16 @@ again. Which documents are held out depends on their content alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from model.backbone import load_tokenizer
 from model.demo_base import demo_base_model
 from pipelines.chats.lines import BLANK, Line, batches, format_of, read_shard
 from pipelines.chats.over_long import Fitted, fit
+from pipelines.chats.publishing import is_published, published
 from pipelines.chats.records import Chat, Document, Rejected, parse
 from pipelines.chats.rows import IGNORED
 from pipelines.chats.sources import Shard
@@ -60,10 +61,11 @@ class Reading:
 @dataclass
 class Counts:
     """What became of the chats of one split. documents: chats; pieces: what they were cut or unrolled into; split,
-    truncated, unrolled: chats; dropped: pieces without a supervised token."""
+    truncated, unrolled: chats; dropped: pieces without a supervised token; unlearnt: answers without supervision."""
 
     documents: int = 0
     turns: int = 0
+    unlearnt: int = 0
     pieces: int = 0
     unrolled: int = 0
     split: int = 0
@@ -72,7 +74,7 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Take another's counts in."""
-        for name, value in asdict(other).items():
+        for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
@@ -179,7 +181,7 @@ def _made(document: Document, encoded: list[Encoded] | Rejected, reading: Readin
         fitted = fit(encoded, reading.context_length, reading.over_long)
     except Rejected as error:
         return error
-    return _Made(document, fitted.pieces, _counts(document, fitted, len(encoded)))
+    return _Made(document, fitted.pieces, _counts(document, fitted, encoded))
 
 
 def _parsed(line: Line, format: str | None) -> Document | Rejected:
@@ -194,12 +196,13 @@ def _parsed(line: Line, format: str | None) -> Document | Rejected:
         return error
 
 
-def _counts(document: Document, fitted: Fitted, encoded: int) -> Counts:
+def _counts(document: Document, fitted: Fitted, encoded: list[Encoded]) -> Counts:
     return Counts(
         documents=1,
         turns=document.turns,
+        unlearnt=sum(one.unlearnt for one in encoded),
         pieces=len(fitted.pieces),
-        unrolled=int(encoded > 1),
+        unrolled=int(len(encoded) > 1),
         split=int(fitted.split > 0),
         truncated=int(fitted.truncated > 0),
         dropped=fitted.dropped,
@@ -207,15 +210,24 @@ def _counts(document: Document, fitted: Fitted, encoded: int) -> Counts:
 
 
 def _table(pieces: list[tuple[bool, Encoded]]) -> pa.Table:
-    labels = [np.where(piece.supervised, piece.input_ids, IGNORED).astype(np.int32) for _, piece in pieces]
+    documents = [piece for _, piece in pieces]
+    ids = _joined([piece.input_ids for piece in documents], np.int32)
+    supervised = _joined([piece.supervised for piece in documents], np.bool_)
+    lengths = np.array([len(piece) for piece in documents], np.int32)
+    offsets = pa.array(np.r_[0, np.cumsum(lengths)].astype(np.int32))
+    learnt = [int(piece.supervised.sum()) for piece in documents]
     columns = (
-        [held_out for held_out, _ in pieces],
-        [len(piece) for _, piece in pieces],
-        [int(piece.supervised.sum()) for _, piece in pieces],
-        [piece.input_ids for _, piece in pieces],
-        labels,
+        pa.array([held_out for held_out, _ in pieces], pa.bool_()),
+        pa.array(lengths),
+        pa.array(learnt, pa.int32()),
+        pa.ListArray.from_arrays(offsets, pa.array(ids)),
+        pa.ListArray.from_arrays(offsets, pa.array(np.where(supervised, ids, IGNORED).astype(np.int32))),
     )
-    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def _is_held_out(document: Document, share: float) -> bool:
@@ -227,12 +239,15 @@ def _is_held_out(document: Document, share: float) -> bool:
 
 
 def read_summary(place: str) -> Summary | None:
-    """The summary in a documents file; None where it is not there."""
-    filesystem, path = url_to_fs(place)
-    if not filesystem.exists(path):
+    """The summary in a documents file; None where it is not there, or was damaged."""
+    if not is_published(place):
         return None
+    filesystem, path = url_to_fs(place)
     with filesystem.open(path, "rb") as file:
-        return Summary.from_json(pq.read_metadata(file).metadata[SUMMARY])
+        try:
+            return Summary.from_json(pq.read_metadata(file).metadata[SUMMARY])
+        except (pa.ArrowInvalid, KeyError):
+            return None
 
 
 def read_columns(place: str, columns: Iterable[str]) -> pa.Table:
@@ -242,21 +257,22 @@ def read_columns(place: str, columns: Iterable[str]) -> pa.Table:
         return pq.read_table(file, columns=list(columns))
 
 
-@contextlib.contextmanager
-def published(place: str) -> Iterator[Path]:
-    """A local path to write; when the block ends well its content appears at `place` in one step, else nothing does."""
+def read_documents(place: str, wanted: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(input_ids, labels) of the documents with these indices (in order, one may come again); holds a row group."""
     filesystem, path = url_to_fs(place)
-    if "file" in filesystem.protocol:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            yield partial
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return
-    with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
-        staged = Path(scratch) / "content"
-        yield staged
-        filesystem.put_file(str(staged), path)
+    with filesystem.open(path, "rb") as file:
+        parquet = pq.ParquetFile(file, pre_buffer=False)
+        sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        bounds = np.cumsum([0, *sizes])
+        groups = np.searchsorted(bounds, wanted, side="right") - 1
+        for group in np.unique(groups):
+            table = parquet.read_row_group(int(group), columns=["input_ids", "labels"])
+            yield from _lists(table.take(pa.array(wanted[groups == group] - bounds[group])))
+
+
+def _lists(table: pa.Table) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
+    offsets = input_ids.offsets.to_numpy()
+    values = input_ids.values.to_numpy(), labels.values.to_numpy()
+    for start, end in pairwise(offsets.tolist()):
+        yield values[0][start:end], values[1][start:end]

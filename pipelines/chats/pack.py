@@ -5,9 +5,9 @@ longest first: each goes into the fullest row it still fits. Free space is count
 the rows with a given space lie in one bucket each and a set of bits says which buckets are not empty: the plan takes
 O(documents), with no search.
 
-Very many documents are planned in windows of `WINDOW` consecutive ones, so that the rows of a window read only their
-own part of the documents. The rows of a window are put in an order drawn from the seed (longest first would otherwise
-show), the documents of a row stand in input order.
+Very many documents are planned in windows of consecutive ones (at most `WINDOW` documents and about `WINDOW_TOKENS`
+tokens), so that the rows of a window read only their own part of the documents. The rows of a window are put in an
+order drawn from the seed (longest first would otherwise show), the documents of a row stand in input order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,26 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 32_768
+WINDOW_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each document lies. rows int64 [N]: its row; starts int64 [N]: its first position there, in tokens."""
+    """Where each document lies. rows int64 [N]: its row; starts int64 [N]: its first position there, in tokens.
+    windows int64 [W + 1, 2]: the first document and the first row of each window, and behind the last one."""
 
     rows: np.ndarray
     starts: np.ndarray
     row_count: int
+    windows: np.ndarray
+
+    def documents_of(self, first: int, last: int) -> np.ndarray:
+        """The documents in rows [first, last), in order; only their windows are searched."""
+        documents, rows = self.windows[:, 0], self.windows[:, 1]
+        begin = documents[np.searchsorted(rows, first, side="right") - 1]
+        end = documents[np.searchsorted(rows, last, side="left")]
+        inside = self.rows[begin:end]
+        return begin + np.flatnonzero((inside >= first) & (inside < last))
 
 
 def plan_rows(lengths: np.ndarray, *, block_size: int, context_length: int, seed: int, window: int = WINDOW) -> Plan:
@@ -39,16 +50,26 @@ def plan_rows(lengths: np.ndarray, *, block_size: int, context_length: int, seed
     if len(blocks) and not 1 <= blocks.min() <= blocks.max() <= capacity:
         raise ValueError(f"lengths must be from 1 to {context_length}, not {lengths.min()} to {lengths.max()}")
     rows, starts = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.int64)
-    row_count = 0
-    for number, first in enumerate(range(0, len(blocks), window)):
-        part = slice(first, min(first + window, len(blocks)))
+    windows = [(0, 0)]
+    for number, part in enumerate(_windows(blocks, window, max(capacity, WINDOW_TOKENS // block_size))):
         inside = _best_fit(blocks[part], capacity)
-        count = int(inside.max()) + 1
+        count, row_count = int(inside.max()) + 1, windows[-1][1]
         order = np.random.Generator(np.random.PCG64([seed, number])).permutation(count)
         rows[part] = order[inside] + row_count
         starts[part] = _starts(rows[part], blocks[part]) * block_size
-        row_count += count
-    return Plan(rows, starts, row_count)
+        windows.append((part.stop, row_count + count))
+    return Plan(rows, starts, windows[-1][1], np.array(windows))
+
+
+def _windows(blocks: np.ndarray, most_documents: int, most_blocks: int) -> Iterator[slice]:
+    """Stretches of consecutive documents, as long as both limits allow."""
+    before = np.r_[0, np.cumsum(blocks)]
+    first = 0
+    while first < len(blocks):
+        fitting = int(np.searchsorted(before, before[first] + most_blocks, side="right")) - 1
+        last = min(first + most_documents, max(fitting, first + 1), len(blocks))
+        yield slice(first, last)
+        first = last
 
 
 def _best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:

@@ -9,7 +9,8 @@
 | text              | {"text"}: plain text without turns, all of it supervised                                     |
 
 Keys whose value is null count as absent. Other keys of a record are not read. Anything a template could not render
-faithfully (an unknown role, content that is no text, tool calls) is rejected, with the reason.
+faithfully (an unknown role, content that is no text) is rejected, with the reason. A record of messages may declare
+"tools", its messages may call them: pipelines/chats/tools.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Message = dict[str, str]
+from pipelines.chats.refusal import Rejected, kind_of, sound
+from pipelines.chats.tools import KIND as TOOL_CALLS
+from pipelines.chats.tools import calls, definitions, name_of
+
+Message = dict[str, Any]  # role and content are text; of tools: tool_calls, name, tool_call_id
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 SPEAKERS = {
@@ -27,26 +32,28 @@ SPEAKERS = {
     "observation": "tool",
 }  # fmt: skip
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
-NOT_RENDERED = ("tool_calls", "function_call")
-
-
-class Rejected(Exception):
-    """A record that cannot be used. kind: the class it is counted under; the full reason is `kind: detail`."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind}: {detail}" if detail else kind)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages with role (system, user, assistant, tool) and content; at least one of them the assistant's."""
+    """Messages with role (system, user, assistant, tool) and content; at least one of them the assistant's. tools: the
+    definitions it declares."""
 
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def turns(self) -> int:
         return len(self.messages)
+
+    @property
+    def answers(self) -> list[int]:
+        """The indices of the assistant's messages."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [name_of(tool) for tool in self.tools]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ Document = Chat | PlainText
 def parse(record: Any, format: str) -> Document:
     """The document in a record of the given format. Raises Rejected."""
     if not isinstance(record, Mapping):
-        raise Rejected("not an object", f"a line must hold a JSON object, not {_kind(record)}")
+        raise Rejected("not an object", f"a line must hold a JSON object, not {kind_of(record)}")
     return PARSERS[format]({key: value for key, value in record.items() if value is not None})
 
 
@@ -77,6 +84,11 @@ def detect(records: Iterable[Any]) -> str | None:
         if isinstance(record, Mapping):
             votes.update(name for name, fits in _FITS.items() if fits(record))
     return max(_FITS, key=lambda name: votes[name]) if votes else None
+
+
+def called_names(message: Message) -> list[str]:
+    """The tools that a message calls."""
+    return [name_of(call) for call in message.get("tool_calls", ())]
 
 
 def _fits_pair(record: Mapping[str, Any]) -> bool:
@@ -93,7 +105,8 @@ _FITS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 
 
 def _messages(record: Mapping[str, Any]) -> Chat:
-    return _chat(_turns(record, "messages"), "role", "content", ROLES)
+    chat = _chat(_turns(record, "messages"), "role", "content", ROLES)
+    return Chat(chat.messages, definitions(record.get("tools")))
 
 
 def _sharegpt(record: Mapping[str, Any]) -> Chat:
@@ -125,7 +138,7 @@ def _plain_text(record: Mapping[str, Any]) -> PlainText:
     text = _text(record, "text")
     if not text.strip():
         raise Rejected("no content", "the text is empty")
-    return PlainText(_sound(text, "text"))
+    return PlainText(sound(text, "text"))
 
 
 PARSERS: dict[str, Callable[[Mapping[str, Any]], Document]] = {
@@ -142,7 +155,7 @@ def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
         raise Rejected("missing key", f"there is no {key!r}, or null")
     turns = record[key]
     if not isinstance(turns, list):
-        raise Rejected("wrong type", f"{key!r} must be a list, not {_kind(turns)}")
+        raise Rejected("wrong type", f"{key!r} must be a list, not {kind_of(turns)}")
     if not turns:
         raise Rejected("empty chat", f"{key!r} has no messages")
     return turns
@@ -163,19 +176,26 @@ def _chat(turns: list[Any], role_key: str, text_key: str, roles: Mapping[str, st
 def _message(turn: Any, index: int, role_key: str, text_key: str, roles: Mapping[str, str]) -> Message:
     where = f"message {index + 1}"
     if not isinstance(turn, Mapping):
-        raise Rejected("wrong type", f"{where} must be an object, not {_kind(turn)}")
-    for key in NOT_RENDERED:
-        if turn.get(key):
-            raise Rejected("tool calls", f"{where} has {key}, which are not supported")
+        raise Rejected("wrong type", f"{where} must be an object, not {kind_of(turn)}")
     speaker = turn.get(role_key)
     if not isinstance(speaker, str) or speaker.lower() not in roles:
         known = ", ".join(sorted(roles))
         raise Rejected("wrong role", f"{where} has the {role_key} {_short(speaker)}; known: {known}")
     role = roles[speaker.lower()]
-    text = _content(turn.get(text_key), where, text_key)
-    if not text.strip() and role != "system":
+    if turn.get("function_call"):
+        raise Rejected(TOOL_CALLS, f"{where} has function_call, which OpenAI gave up: write it as tool_calls")
+    called = calls(turn["tool_calls"], where) if turn.get("tool_calls") else []
+    if called and role != "assistant":
+        raise Rejected(TOOL_CALLS, f"{where} ({role}) has tool_calls, which are the assistant's")
+    text = _content("" if called and turn.get(text_key) is None else turn.get(text_key), where, text_key)
+    if not text.strip() and role != "system" and not called:
         raise Rejected("no content", f"{where} ({role}) is empty")
-    return {"role": role, "content": _sound(text, where)}
+    message: Message = {"role": role, "content": sound(text, where)}
+    if called:
+        message["tool_calls"] = called
+    if role == "tool":
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    return message
 
 
 def _content(value: Any, where: str, key: str) -> str:
@@ -184,7 +204,7 @@ def _content(value: Any, where: str, key: str) -> str:
     if isinstance(value, list):
         return "".join(_part(part, where) for part in value)
     if not isinstance(value, str):
-        raise Rejected("wrong type", f"{where}: {key} must be text, not {_kind(value)}")
+        raise Rejected("wrong type", f"{where}: {key} must be text, not {kind_of(value)}")
     return value
 
 
@@ -201,24 +221,10 @@ def _text(record: Mapping[str, Any], key: str, default: str | None = None) -> st
     if value is None:
         raise Rejected("missing key", f"there is no {key!r}, or null")
     if not isinstance(value, str):
-        raise Rejected("wrong type", f"{key!r} must be text, not {_kind(value)}")
+        raise Rejected("wrong type", f"{key!r} must be text, not {kind_of(value)}")
     return value
-
-
-def _sound(text: str, where: str) -> str:
-    r"""JSON can write half a character (a lone `\ud83d`), which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Rejected("broken Unicode", f"{where} has a lone surrogate at character {error.start + 1}") from None
-    return text
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -29,10 +29,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of chats. uri: local path or fsspec URI. size in bytes."""
+    """A file of chats. uri: local path or fsspec URI. size in bytes. source: which word of --data names it, from 0."""
 
     uri: str
     size: int
+    source: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -67,12 +68,12 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
     """The data files of all sources, in order. Raises UserError for a source that names nothing, or a file twice."""
     files: list[InputFile] = []
     seen: set[str] = set()
-    for source in sources:
+    for number, source in enumerate(sources):
         for file in _find(source):
             if file.uri in seen:
                 raise UserError(f"--data names {file.uri} twice: give every file once.")
             seen.add(file.uri)
-            files.append(file)
+            files.append(replace(file, source=number))
     return files
 
 

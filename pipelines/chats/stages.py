@@ -21,8 +21,16 @@ from fsspec.core import url_to_fs
 from ray.data import DataContext, TaskPoolStrategy
 
 from model.errors import UserError
-from pipelines.chats.documents import Reading, Summary, documents_name, make_documents, published, read_columns
+from pipelines.chats.documents import (
+    Reading,
+    Summary,
+    documents_name,
+    make_documents,
+    read_columns,
+    read_documents,
+)
 from pipelines.chats.pack import Plan
+from pipelines.chats.publishing import checksum, is_published, published
 from pipelines.chats.rows import Placed, RowFormat, build_rows
 from pipelines.chats.sources import Shard
 
@@ -95,46 +103,59 @@ def read_lengths(places: Sequence[str]) -> Lengths:
     return Lengths(held_out, length, supervised, np.cumsum([0, *(table.num_rows for table in tables)]))
 
 
-def write_all_parts(parts: Sequence[Part], layout: Layout, form: RowFormat, workers: int | None) -> Iterator[int]:
-    """Write the files of rows; yields the index of each as it is there."""
+def write_all_parts(
+    parts: Sequence[Part], layout: Layout, form: RowFormat, workers: int | None
+) -> Iterator[tuple[int, str]]:
+    """Write the files of rows; yields (index, checksum) of each as it is there."""
     shared = ray.put(layout)
 
     def write(index: int) -> dict[str, Any]:
-        write_part(parts[index], ray.get(shared), form)
-        return {"index": index}
+        return {"index": index, "checksum": write_part(parts[index], ray.get(shared), form)}
 
     for row in _each(write, len(parts), workers):
-        yield row["index"]
+        yield row["index"], row["checksum"]
 
 
-def write_part(part: Part, layout: Layout, form: RowFormat) -> None:
-    """Lay the documents of rows [first, last) into rows and write them, unless that was done before."""
+def write_part(part: Part, layout: Layout, form: RowFormat) -> str:
+    """Lay the documents of rows [first, last) into rows and write them, unless that was done before; the checksum."""
+    if not _is_written(part, form):
+        rows = build_rows(_placed(part, layout), part.last - part.first, form)
+        with published(part.place) as file:
+            pq.write_table(rows, file, compression="zstd", row_group_size=ROW_GROUP)
+    return checksum(part.place)
+
+
+def _is_written(part: Part, form: RowFormat) -> bool:
+    """Whether the file is there with its rows; one that a failing disk left in pieces is written again."""
+    if not is_published(part.place):
+        return False
     filesystem, path = url_to_fs(part.place)
-    if filesystem.exists(path):
-        return
-    rows = build_rows(_placed(part, layout), part.last - part.first, form)
-    with published(part.place) as file:
-        pq.write_table(rows, file, compression="zstd", row_group_size=ROW_GROUP)
+    with filesystem.open(path, "rb") as file:
+        try:
+            parquet = pq.ParquetFile(file, pre_buffer=False)
+        except pa.ArrowInvalid:
+            return False
+        same_form = parquet.schema_arrow.metadata == form.schema.metadata
+        return bool(same_form and parquet.metadata.num_rows == part.last - part.first)
 
 
 def _placed(part: Part, layout: Layout) -> Iterator[Placed]:
     """The documents of a part, shard by shard."""
-    rows = layout.plan.rows
-    chosen = np.flatnonzero((rows >= part.first) & (rows < part.last))
+    chosen = layout.plan.documents_of(part.first, part.last)
+    where = layout.members[chosen]
+    chosen = chosen[np.argsort(where, kind="stable")]
     where = layout.members[chosen]
     shards = np.searchsorted(layout.bounds, where, side="right") - 1
     for shard in np.unique(shards):
         of_shard = shards == shard
-        inside = where[of_shard] - layout.bounds[shard]
-        table = read_columns(layout.documents[shard], ("input_ids", "labels")).take(pa.array(inside))
-        input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        for position, index in enumerate(chosen[of_shard]):
+        stored = read_documents(layout.documents[shard], where[of_shard] - layout.bounds[shard])
+        for index, (input_ids, labels) in zip(chosen[of_shard].tolist(), stored, strict=True):
             yield Placed(
-                index=int(index),
-                row=int(rows[index]) - part.first,
+                index=index,
+                row=int(layout.plan.rows[index]) - part.first,
                 start=int(layout.plan.starts[index]),
-                input_ids=input_ids[position].values.to_numpy(),
-                labels=labels[position].values.to_numpy(),
+                input_ids=input_ids,
+                labels=labels,
             )
 
 

@@ -156,8 +156,15 @@ class Output:
     def _write_record(self) -> None:
         self._write_json("record", self._record())
 
-    def finish(self, figures: Mapping[str, Any], *, seeds: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Write the manifest: the output is complete. Returns it. seeds: beside the configuration's own seed."""
+    def finish(
+        self,
+        figures: Mapping[str, Any],
+        *,
+        seeds: Mapping[str, int] | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Write the manifest: the output is complete. Returns it. seeds: beside the configuration's own seed; files:
+        checksums of what was written, by name."""
         self.check()
         seed = dict(self.config).get("seed")
         manifest = {
@@ -168,6 +175,7 @@ class Output:
             "seeds": {**({"seed": seed} if seed is not None else {}), **(seeds or {})},
             "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "figures": dict(figures),
+            **({"files": dict(sorted(files.items()))} if files else {}),
         }
         self._write_json("manifest", manifest)
         self.filesystem.rm_file(self._place("record"))

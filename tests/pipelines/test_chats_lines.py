@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import lzma
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from model.errors import JobError, UserError
 from pipelines.chats.lines import BATCH_LINES, BLANK, Line, batches, format_of, read_shard
 from pipelines.chats.records import Rejected
 from pipelines.chats.sources import InputFile, cut, find_files, train_split
+from tests.fake_hub import fake_hub
 
 LIMIT = 1 << 20
 
@@ -86,17 +88,26 @@ def test_a_line_of_exactly_the_limit_is_read(tmp_path):
     assert [line.bad for line in lines_of(path, limit=10)] == [False, True, False]
 
 
-@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
+def zstd(content: bytes) -> bytes:
+    """Two frames, as tools that compress in parallel write them."""
+    middle = len(content) // 2
+    return b"".join(pa.compress(half, codec="zstd", asbytes=True) for half in (content[:middle], content[middle:]))
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd)]
+)
 def test_compressed_files_are_read_by_their_ending(tmp_path, ending, compress):
     path = written(tmp_path / f"x.jsonl{ending}", compress(b'{"a": 1}\n{"a": 2}\n'))
     assert [line.value for line in lines_of(path, shard_bytes=3)] == [{"a": 1}, {"a": 2}]
 
 
-def test_a_compressed_file_that_breaks_off_keeps_the_lines_before(tmp_path):
+@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+def test_a_compressed_file_that_breaks_off_keeps_the_lines_before(tmp_path, ending, compress):
     lines = b"".join(
         json.dumps({"n": number, "x": f"{number * 7919:x}" * 40}).encode() + b"\n" for number in range(3000)
     )
-    path = written(tmp_path / "x.jsonl.gz", gzip.compress(lines)[:-5000])
+    path = written(tmp_path / f"x.jsonl{ending}", compress(lines)[:-5000])
     found = lines_of(path)
     assert len(found) > 100
     assert [line.value["n"] for line in found[:-1]] == list(range(len(found) - 1))
@@ -117,6 +128,8 @@ def test_an_empty_file_has_no_lines(tmp_path):
 def test_a_json_file_may_be_one_array(tmp_path):
     path = written(tmp_path / "x.json", b' [\n {"a": 1},\n {"a": 2}\n]\n')
     assert [(line.number, line.value) for line in lines_of(path, shard_bytes=2)] == [(1, {"a": 1}), (2, {"a": 2})]
+    (array,) = lines_of(written(tmp_path / "x.json.zst", zstd(b'[{"a": 1}]')))
+    assert array.value == {"a": 1}
     assert lines_of(written(tmp_path / "y.json", b'[{"a": 1}, {]'))[0].value.kind == "malformed JSON"
     assert lines_of(written(tmp_path / "z.json", b'{"a": 1}\n{"a": 2}\n'))[1].value == {"a": 2}
 
@@ -177,6 +190,17 @@ def test_a_uri_of_another_filesystem_is_read_the_same_way():
     shards = cut([file], 9)
     assert file == InputFile("memory:///chats/x.jsonl", 18)
     assert [line.value for shard in shards for line in read_shard(shard, LIMIT)] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.zst", "x.jsonl.gz"])
+def test_a_file_behind_http_is_read_in_shards_with_bounded_lines(name):
+    content = b'{"a": 1}\n' + b'"' + b"y" * 3000 + b'"\n' + b'{"a": 2}\n'
+    packed = {".zst": zstd, ".gz": gzip.compress}.get(Path(name).suffix, bytes)(content)
+    with fake_hub("owner/chats", {name: packed}) as hub:
+        (file,) = find_files([f"{hub.url}/datasets/owner/chats/resolve/main/{name}"])
+        found = [line.value for shard in cut([file], 100) for line in read_shard(shard, 1000)]
+    assert [found[0], found[2]] == [{"a": 1}, {"a": 2}]
+    assert found[1].kind == "line too long"
 
 
 @pytest.mark.parametrize("source", ["nothing.jsonl", "none/*.jsonl", "empty_folder", "nosuch://x"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from pipelines.chats.records import Chat, PlainText, Rejected, detect, parse
+from pipelines.chats.records import Chat, PlainText, Rejected, called_names, detect, parse
 
 QUESTION = {"role": "user", "content": "What?"}
 ANSWER = {"role": "assistant", "content": "That."}
 CHAT = Chat((QUESTION, ANSWER))
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,29 @@ def test_plain_text_has_no_turns():
 def test_developer_is_read_as_system_and_roles_in_any_capitals():
     chat = parse({"messages": [{"role": "Developer", "content": ""}, QUESTION, ANSWER]}, "messages")
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+
+
+def test_tool_calls_and_tools_are_read_in_all_their_forms():
+    tool = {"type": "function", "function": {"name": "add", "description": None}}
+    turns = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", **CALL}, {"name": "now", "arguments": ""}]},
+        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1", "tool_calls": None},
+        ANSWER,
+    ]
+    chat = parse({"messages": turns, "tools": [tool]}, "messages")
+    assert chat == parse({"messages": turns, "tools": json.dumps([tool])}, "messages")
+    assert chat.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+            {"type": "function", "function": {"name": "now", "arguments": {}}},
+        ],
+    }
+    assert chat.messages[2] == {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"}
+    assert (called_names(chat.messages[1]), chat.tool_names) == (["add", "now"], ["add"])
+    assert "description" not in chat.tools[0]["function"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +107,38 @@ def test_developer_is_read_as_system_and_roles_in_any_capitals():
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
             "wrong type: message 1 has a part that is not text",
         ),
-        ("messages", {"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "tool calls: message 2 has tool_calls"),
+        (
+            "messages",
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]},
+            "tool calls: message 2 has a call",
+        ),
+        ("messages", {"messages": [{**QUESTION, "tool_calls": [CALL]}, ANSWER]}, "tool calls: message 1 (user) has"),
+        (
+            "messages",
+            {"messages": [QUESTION, {**ANSWER, "function_call": CALL}]},
+            "tool calls: message 2 has function",
+        ),
+        (
+            "messages",
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "tool calls: message 2: the arguments of f is not valid JSON",
+        ),
+        (
+            "messages",
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+            "tool calls: message 2: the arguments of f must be an object, not a list",
+        ),
+        (
+            "messages",
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}]},
+            "broken Unicode: message 2 has a lone",
+        ),
+        ("messages", {"messages": [QUESTION, ANSWER], "tools": "nonsense"}, "tool calls: 'tools' is not valid JSON"),
+        (
+            "messages",
+            {"messages": [QUESTION, ANSWER], "tools": [{"x": 1}]},
+            "tool calls: tool 1 must be an object",
+        ),
         ("messages", {"messages": [QUESTION, {**ANSWER, "content": "\ud83d"}]}, "broken Unicode: message 2 has a lone"),
         ("sharegpt", {"conversations": [{"from": "human", "value": "x"}]}, "no assistant turn"),
         ("sharegpt", {"conversations": [{"role": "user", "content": "x"}]}, "wrong role: message 1 has the from None"),

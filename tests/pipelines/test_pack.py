@@ -115,6 +115,24 @@ def test_rows_of_a_window_hold_only_documents_of_the_window():
         assert len(set((np.flatnonzero(plan.rows == row) // 10).tolist())) == 1
 
 
+@settings(max_examples=80, deadline=None)
+@given(problem=problems(), rows=st.tuples(st.integers(0, 20), st.integers(1, 9)))
+def test_the_documents_of_some_rows_are_found_without_looking_at_the_others(problem, rows):
+    lengths, block, row, window = problem
+    plan = plan_rows(lengths, block_size=block, context_length=row, seed=0, window=window)
+    first = min(rows[0], max(plan.row_count - 1, 0))
+    last = min(first + rows[1], plan.row_count)
+    found = plan.documents_of(first, last) if plan.row_count else np.zeros(0)
+    np.testing.assert_array_equal(found, np.flatnonzero((plan.rows >= first) & (plan.rows < last)))
+
+
+def test_long_documents_make_shorter_windows(monkeypatch):
+    monkeypatch.setattr("pipelines.chats.pack.WINDOW_TOKENS", 1024)
+    plan = plan_rows(np.full(40, 60), block_size=4, context_length=64, seed=0)
+    assert plan.windows.tolist() == [[0, 0], [17, 17], [34, 34], [40, 40]]
+    assert plan.row_count == 40
+
+
 def test_real_lengths_fill_the_rows():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.8, 5000).astype(int), 1, 2048)
     plan = plan_rows(lengths, block_size=32, context_length=2048, seed=0)
@@ -129,7 +147,7 @@ def test_a_document_that_fits_no_row_is_an_error(length):
 
 
 def test_parts_cover_all_rows():
-    plan = Plan(np.zeros(0), np.zeros(0), 7)
+    plan = Plan(np.zeros(0), np.zeros(0), 7, np.zeros((1, 2)))
     assert list(parts(plan, 3)) == [(0, 3), (3, 6), (6, 7)]
 
 

@@ -1,4 +1,4 @@
-"""Measured claims: `python pipelines/bench.py attention|train|decode|engine|serve|soak|memory --output FILE.json`.
+"""Measured claims: `python pipelines/bench.py NAME --output FILE.json`, the names being those of BENCHES below.
 
 Each bench compares forms of the same computation in one run, in turns, checks that they agree where they must, and
 writes one JSON (DESIGN "bench output") and one printed table. `bench.py report --data *.json --output README.md` puts
@@ -20,6 +20,8 @@ from pipelines.benches.attention import AttentionBenchConfig, run_attention
 from pipelines.benches.decode import DecodeBenchConfig, run_decode
 from pipelines.benches.engine.config import EngineBenchConfig
 from pipelines.benches.engine.run import run_engine
+from pipelines.benches.prepare.config import PrepareBenchConfig
+from pipelines.benches.prepare.run import run_prepare
 from pipelines.benches.result import BenchConfig, Result, markdown_of, print_result, publish, read_result
 from pipelines.benches.serving.overhead import ServeBenchConfig, run_serve
 from pipelines.benches.serving.soak import SoakBenchConfig, run_soak
@@ -35,6 +37,7 @@ BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
     "serve": (ServeBenchConfig, run_serve),
     "soak": (SoakBenchConfig, run_soak),
     "memory": (MemoryBenchConfig, run_memory),
+    "prepare": (PrepareBenchConfig, run_prepare),
 }
 REPORT = "report"
 USAGE = f"usage: python pipelines/bench.py {'|'.join(BENCHES)}|{REPORT} [--key value ...]   (--help behind a name)"
@@ -48,7 +51,7 @@ class ReportConfig(JobConfig):
 
 def run(name: str, config: BenchConfig) -> dict[str, Any]:
     """Measure one bench, write its JSON and print its table."""
-    if config.data:
+    if config.data and not config.takes_data:
         raise UserError(f"bench {name} makes its own data: leave --data out.")
     with OutputFile(str(config.output), job=f"bench {name}", config=config) as output:
         if output.finished is not None:

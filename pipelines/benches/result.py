@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from rich import box
@@ -27,6 +27,9 @@ NAME_WIDTH = 20  # columns of the terminal that they get at least
 
 class BenchConfig(JobConfig):
     """What every bench has."""
+
+    takes_data: ClassVar[bool] = False
+    """Whether --data names what to measure with; the others make their own."""
 
     rounds: int = Field(3, ge=1, description="measured rounds; the table shows their medians")
 

@@ -234,6 +234,8 @@ class Trainer:
             self.link.enter("training")
         seconds = time.perf_counter() - begun
         figures = measures.end(self.ranks, [one.batch for one in micro], seconds)
+        if skipped is not None:
+            figures["loss_by_noise"] = None
         return StepRecord(
             step=step + 1,
             loss=mean if skipped is None else None,

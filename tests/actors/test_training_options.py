@@ -155,6 +155,7 @@ def test_every_stage_takes_the_steps_of_a_plain_loop_and_leaves_broken_ones_out(
     skipped = [line.get("skipped") for line in runs.metrics(name)]
     assert skipped == [[BROKEN_ROW] if BROKEN_ROW in samples_of(step) else None for step in range(6)]
     assert 0 < skipped.count(None) < 6 and skipped[-1] is None
+    assert "NaN" not in (runs.output(name) / "metrics.jsonl").read_text(), "every line is JSON for every reader"
     if dtype == "float32":
         losses, of_stage_3 = ([line["loss"] for line in runs.metrics(x)] for x in (name, "stage 3 float32"))
         assert losses == [loss if loss is None else pytest.approx(loss, rel=1e-5) for loss in of_stage_3]

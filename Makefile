@@ -11,7 +11,7 @@ PORT ?= 8000
 MODEL ?=
 OUT ?= out/bench
 ARGS ?=
-BENCHES := attention train decode engine serve prepare
+BENCHES := attention train decode engine serve prepare memory
 TEST_FAST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow and not faults" $(ARGS)
 
 .DELETE_ON_ERROR:

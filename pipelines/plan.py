@@ -26,9 +26,8 @@ from pipelines.planning.forecast import Assumed, Forecast, forecast, largest_mic
 from pipelines.planning.hardware import Cluster, HardwareSection, cluster_of
 from pipelines.planning.published import EFFICIENCY, OVERLAP
 from pipelines.planning.report import as_dict, markdown, print_plan
-from pipelines.planning.setup import STREAMS
 from pipelines.planning.shape import shape_of
-from pipelines.planning.told import setup_of
+from pipelines.planning.told import setup_of, streams_of
 from pipelines.training.section import TrainSection
 
 
@@ -48,8 +47,8 @@ class AssumeSection(Section):
     streams: float | None = Field(
         None,
         gt=0,
-        description="network tokens for a token of a row; null: 3 for block_diffusion, 1 for next_token, the most that "
-        "it can be (adapt leaves out what no loss reads: 1.9 on chats with short answers)",
+        description="network tokens for a token of a row; null: 3 for block_diffusion (clean, two noisy views, and one "
+        "more with train.ar_loss_weight), 1 for next_token: the most that it can be (adapt leaves out what no loss reads: 1.9 on chats with short answers)",
     )
     predicted: float = Field(1.0, gt=0, le=1, description="share of a row's tokens that carry loss; 1 is the most")
     documents: float = Field(1.0, ge=1, description="documents in a row, on average: attention stays inside them")
@@ -109,7 +108,7 @@ def _forecast(config: PlanConfig) -> tuple[Forecast, Cluster]:
         print(f"plan: for {cluster.workers} workers ({cluster.text}), not train.workers {workers}.", file=sys.stderr)
     shape = shape_of(config.model)
     setup = setup_of(
-        config, cluster, streams=config.assume.streams or STREAMS[config.objective], predicted=config.assume.predicted
+        config, shape, cluster, streams=config.assume.streams or streams_of(config), predicted=config.assume.predicted
     )
     assumed = Assumed(config.assume.efficiency, config.assume.overlap, config.assume.documents)
     return forecast(shape, setup, cluster, assumed, config.train.steps), cluster

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
-from actors.training.lora import LORA_A
 from actors.training.zero import TAG
 from model.errors import UserError
 
 DESCRIPTION = "model"
 WRAPPED = "causal_lm."  # the name of the network inside TrainingModel
+LORA = "lora.json"
+BASE, FACTOR = ".base_layer.", ".lora_"
+DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,17 @@ class OpenCheckpoint:
         return found
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by its name in the network. Raises UserError where the shards do not hold it."""
-        return {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, dtype)}
+        """Every weight by its name in the network; of a run that trains a low-rank adapter, with it merged in.
+
+        Raises UserError where the shards do not hold them.
+        """
+        told = self.folder / DESCRIPTION / LORA
+        read = torch.float32 if told.is_file() else dtype
+        weights = {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, read)}
+        if not told.is_file():
+            return weights
+        scale = float(json.loads(told.read_text(encoding="utf-8"))["scale"])
+        return {name: tensor.to(dtype) for name, tensor in merge_lora(weights, scale).items()}
 
 
 def is_checkpoint(source: str) -> bool:
@@ -73,6 +85,26 @@ def open_checkpoint(source: str) -> Iterator[OpenCheckpoint]:
     raise UserError(f"{source} is not whole: a file that its {COMMIT} lists is missing or has another size.")
 
 
+def describe_lora(folder: Path, *, rank: int, alpha: float) -> None:
+    """Note in a checkpoint's description how much its adapter counts."""
+    (folder / LORA).write_text(json.dumps({"rank": rank, "alpha": alpha, "scale": alpha / rank}), encoding="utf-8")
+
+
+def merge_lora(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The weights of a model that peft has put a low-rank adapter into, with the adapter added and its names undone.
+
+    peft names a module's own weight `M.base_layer.weight` and the factors `M.lora_A.default.weight` [rank, in] and
+    `M.lora_B.default.weight` [out, rank]; scale * B A is added.
+    """
+    merged = {name.replace(BASE, "."): tensor for name, tensor in weights.items() if FACTOR not in name}
+    for name, down in weights.items():
+        if name.endswith(DOWN):
+            module = name.removesuffix(DOWN)
+            up = weights[f"{module}{UP}"]
+            merged[f"{module}.weight"] = merged[f"{module}.weight"] + scale * (up @ down)
+    return merged
+
+
 def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name in the trained module, tensor) of every weight, from float32; one at a time is whole in memory."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -82,8 +114,6 @@ def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG, lazy_mode=True)
-    if any(LORA_A in name for name in lazy):
-        raise UserError(f"{folder} is of a run that trains an adapter: export the run's model/ instead.")
     whole: dict[int, Tensor] = {}
     for name, tensor in lazy.items():
         if id(tensor) not in whole:  # tied weights are one object under two names

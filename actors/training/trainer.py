@@ -26,7 +26,7 @@ from torch import Tensor
 
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Commit
-from actors.training.consolidate import DESCRIPTION
+from actors.training.consolidate import DESCRIPTION, describe_lora
 from actors.training.evaluation import Evaluation
 from actors.training.lora import Adapter, publish_adapter
 from actors.training.measures import Measures
@@ -298,6 +298,8 @@ class Trainer:
         save_shards(self.engine, folder)
         if self.ranks.first:
             save_description(self.backbone, Path(folder, DESCRIPTION))
+            if lora := self.settings.lora:
+                describe_lora(Path(folder, DESCRIPTION), rank=lora.rank, alpha=lora.alpha)
 
     def _finish(self) -> None:
         self.link.enter("writing the model")

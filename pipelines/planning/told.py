@@ -7,18 +7,26 @@ from model.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from pipelines.adapt import AdaptConfig
 from pipelines.planning.hardware import Cluster
 from pipelines.planning.setup import LIVE_PARAMETERS, REDUCE_BUCKET, STREAMS, WIDTH, Setup
+from pipelines.planning.shape import Shape
 from pipelines.training.section import TrainSection, worker_keys
 
 
-def setup_of(config: AdaptConfig, cluster: Cluster, *, streams: float, predicted: float) -> Setup:
-    """The layout of an adapt run on a cluster of GPUs."""
+def streams_of(config: AdaptConfig) -> float:
+    """Network tokens for a token of a row, at most: clean, one or two noisy views, one causal where asked for."""
+    views = 0.0 if config.train.complementary_masks else -1.0
+    return STREAMS[config.objective] + views + (1.0 if config.train.ar_loss_weight else 0.0)
+
+
+def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: float, predicted: float) -> Setup:
+    """The layout of an adapt run on a cluster of GPUs. Raises UserError where DeepSpeed could not offload so."""
     train = config.train
+    worker_keys(train)["offload"].check(device="cuda", zero_stage=train.zero_stage)
     return Setup(
         workers=cluster.workers,
         cuda=True,
         zero_stage=train.zero_stage,
         width=WIDTH[train.dtype],
-        micro_rows=train.micro_rows,
+        micro_rows=_micro_rows(train, config.pack.context_length * streams),
         rows_per_step=train.rows_per_step,
         row_tokens=config.pack.context_length,
         streams=streams,
@@ -27,9 +35,24 @@ def setup_of(config: AdaptConfig, cluster: Cluster, *, streams: float, predicted
         reduce_bucket=REDUCE_BUCKET,
         live_parameters=LIVE_PARAMETERS,
         loss_chunk=GPU_CHUNK_BYTES,
+        trainable=_trainable(train, shape),
         offload_optimizer=train.offload.optimizer,
         offload_parameters=train.offload.parameters,
     )
+
+
+def _micro_rows(train: TrainSection, row_cost: float) -> int:
+    """Rows in a forward; of a token budget as many whole rows as it holds, and one at least."""
+    return train.micro_rows if train.micro_tokens is None else max(1, int(train.micro_tokens // row_cost))
+
+
+def _trainable(train: TrainSection, shape: Shape) -> float:
+    """Share of the parameters that learn: all, or what a low-rank adapter adds."""
+    if train.lora is None:
+        return 1.0
+    ends = shape.linear_ends
+    chosen = list(ends) if train.lora.targets == ("all-linear",) else [n for n in train.lora.targets if n in ends]
+    return train.lora.rank * shape.layers * sum(ends[name] for name in chosen) / shape.parameters
 
 
 def cpu_setup(
@@ -57,6 +80,9 @@ def worker_settings(
     *, workers: int, dtype: str, micro_rows: int, rows_per_step: int, checkpointing: bool
 ) -> TrainSettings:
     """What a worker of such a run is told; places are not used."""
+    train = TrainSection(
+        dtype=dtype, micro_rows=micro_rows, rows_per_step=rows_per_step, activation_checkpointing=checkpointing
+    )
     return TrainSettings(
         model="",
         rows="",
@@ -67,11 +93,5 @@ def worker_settings(
         device="cpu",
         workers=workers,
         threads=1,
-        **{
-            **worker_keys(TrainSection()),
-            "dtype": dtype,
-            "micro_rows": micro_rows,
-            "rows_per_step": rows_per_step,
-            "activation_checkpointing": checkpointing,
-        },
+        **worker_keys(train),
     )

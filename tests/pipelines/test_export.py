@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
+from actors.training.consolidate import merge_lora
 from model.backbone import load_backbone
 from pipelines.export import ExportConfig, plan, run
 from pipelines.exporting import proof
@@ -124,6 +125,25 @@ def test_a_folder_that_says_something_else_is_not_published(
     assert "gives other logits in a fresh process" in capsys.readouterr().err
     assert not (tmp_path / "out" / "config.json").exists()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".export-")]
+
+
+def test_the_adapter_of_a_checkpoint_is_merged_as_peft_itself_does(tiny_model: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    merged = merge_lora(dict(model.state_dict()), scale=6 / 4)
+    expected = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys() == plain.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(merged[name], tensor)
+    assert not torch.equal(merged["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
 
 
 @pytest.mark.slow

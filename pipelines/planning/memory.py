@@ -105,8 +105,9 @@ def _weights(shape: Shape, setup: Setup) -> float:
 
 
 def _gradients(setup: Setup, trained: float) -> float:
-    """Sums over micro-steps: a worker's share from stage 2 on, else of every parameter."""
-    return STATE_WIDTH * trained / (setup.workers if setup.zero_stage >= 2 else 1)
+    """Sums over micro-steps: a worker's share from stage 2 on, else of every parameter; stage 0 keeps the format."""
+    width = STATE_WIDTH if setup.zero_stage else setup.width
+    return width * trained / (setup.workers if setup.zero_stage >= 2 else 1)
 
 
 def _gathered(shape: Shape, setup: Setup) -> float:

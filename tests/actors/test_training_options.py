@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.training.consolidate import open_checkpoint
 from actors.training.lora import LoraSettings
 from actors.training.rows import PackedRows, RowFormat, RowOrder
 from actors.training.settings import TrainSettings
 from model.backbone import load_backbone, make_block_diffusion
 from model.corruption import IGNORED
+from model.errors import UserError
 from model.layout import RowBatch
 from model.objective import TrainingModel, make_objective
 from tests.actors.test_train_settings import settings
@@ -205,3 +207,21 @@ def test_an_adapter_goes_on_from_its_checkpoint_as_if_nothing_had_been(runs: Run
     assert timeless(runs.metrics("lora rest")) == timeless(runs.metrics("lora"))
     files = [runs.output(name) / "adapter" / "adapter_model.safetensors" for name in ("lora", "lora rest")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["stage 1 float32", "stage 2 float32", "stage 3 float32", "stage 1 bfloat16", "lora"])
+def test_the_last_checkpoint_holds_the_weights_of_the_model_that_the_run_wrote(runs: Runs, name: str) -> None:
+    """Two ranks' shards put together, an adapter merged: what the export job reads."""
+    expected = load_file(runs.output(name) / "model" / "model.safetensors")
+    last = max((runs.output(name) / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    with open_checkpoint(str(last)) as checkpoint:
+        weights = checkpoint.weights(next(iter(expected.values())).dtype)
+    near = {"rtol": 1e-5, "atol": 1e-6} if name == "lora" else {"rtol": 0.0, "atol": 0.0}
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, equal_nan=True, **near)
+
+
+def test_a_checkpoint_without_zero_is_not_exported(runs: Runs) -> None:
+    last = next((runs.output("stage 0 float32") / "checkpoints").iterdir())
+    with open_checkpoint(str(last)) as checkpoint, pytest.raises(UserError, match="zero_stage 0: export the run's"):
+        checkpoint.weights(torch.float32)

@@ -252,3 +252,26 @@ def test_it_runs_as_a_script_from_another_directory(project: Path, tmp_path: Pat
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["fits"] is False
     assert done.stderr.strip().splitlines()[-1].startswith("plan: It does not fit: ")
+
+
+def test_adapts_options_reach_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    base = content(capsys, "--model", SEVEN)
+    changed = {
+        words: content(capsys, "--model", SEVEN, *words.split())
+        for words in (
+            "--train.zero_stage 2",
+            "--train.offload.optimizer cpu",
+            "--train.lora.rank 16",
+            "--train.ar_loss_weight 0.5",
+            "--train.micro_tokens 13000",
+            "--objective next_token",
+        )
+    }
+    kinds = {words: one["memory"]["kinds_gb"] for words, one in changed.items()}
+    assert kinds["--train.zero_stage 2"]["weights"] == pytest.approx(64 * base["memory"]["kinds_gb"]["weights"])
+    assert kinds["--train.offload.optimizer cpu"]["optimizer (master copy, two moments)"] == 0
+    assert changed["--train.lora.rank 16"]["run"]["checkpoint_gb"] < 0.02 * base["run"]["checkpoint_gb"]
+    assert changed["--train.ar_loss_weight 0.5"]["memory"]["network_tokens"] == 4 * 2048
+    assert changed["--train.micro_tokens 13000"]["memory"]["micro_rows"] == 2
+    assert changed["--objective next_token"]["run"]["hours"] < base["run"]["hours"] / 2
+    assert planned("--model", SEVEN, "--train.zero_stage", 2, "--train.offload.parameters", "cpu") == 2

@@ -128,11 +128,11 @@ def _print(config: PlanConfig, content: dict[str, Any]) -> None:
 
 def _write(config: PlanConfig, content: dict[str, Any]) -> None:
     with OutputFolder(str(config.output), job="plan", config=config) as output:
-        with output.stage("plan.json") as path:
-            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        with output.stage("report.md") as path:
-            path.write_text(markdown(content), encoding="utf-8")
         if output.finished is None:
+            with output.stage("plan.json") as path:
+                path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            with output.stage("report.md") as path:
+                path.write_text(markdown(content), encoding="utf-8")
             output.finish({name: content[name] for name in ("fits", "run")})
     print(f"plan: {config.output}", file=sys.stderr, flush=True)
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
@@ -24,6 +25,7 @@ from actors.training.zero import TAG
 from model.errors import UserError
 
 DESCRIPTION = "model"
+WHOLE_MODULE = "mp_rank_00_model_states.pt"  # DeepSpeed's name, where every rank has all weights
 WRAPPED = "causal_lm."  # the name of the network inside TrainingModel
 LORA = "lora.json"
 BASE, FACTOR = ".base_layer.", ".lora_"
@@ -49,10 +51,7 @@ class OpenCheckpoint:
         return found
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by its name in the network; of a run that trains a low-rank adapter, with it merged in.
-
-        Raises UserError where the shards do not hold them.
-        """
+        """Every weight by its name in the network; of a run that trains a low-rank adapter, with it merged in."""
         told = self.folder / DESCRIPTION / LORA
         read = torch.float32 if told.is_file() else dtype
         weights = {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, read)}
@@ -106,16 +105,36 @@ def merge_lora(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
 
 
 def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name in the trained module, tensor) of every weight, from float32; one at a time is whole in memory."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    """(name in the trained module, tensor) of every weight; one at a time is whole in memory.
 
-    if not list(Path(folder, TAG).glob("*optim_states.pt")):
-        raise UserError(f"{folder} was written with --train.zero_stage 0: export the run's model/ instead.")
+    From the float32 master copy where ranks share one out. Where they do not (stage 0; stage 1 in bfloat16, which
+    DeepSpeed gives to another optimizer) from the module's own weights, in the run's format.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG, lazy_mode=True)
+    shards = Path(folder, TAG)
+    found = _master_copy(folder) if _is_shared_out(shards) else _load(shards / WHOLE_MODULE)["module"]
     whole: dict[int, Tensor] = {}
-    for name, tensor in lazy.items():
+    for name, tensor in found.items():
         if id(tensor) not in whole:  # tied weights are one object under two names
             whole[id(tensor)] = tensor.contiguous().to(dtype)
         yield name, whole[id(tensor)]
+
+
+def _is_shared_out(shards: Path) -> bool:
+    """Whether DeepSpeed's ZeRO optimizer wrote the shards: its states name their stage."""
+    states = sorted(shards.glob("*optim_states.pt"))
+    return bool(states) and "zero_stage" in _load(states[0])["optimizer_state_dict"]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    return content
+
+
+def _master_copy(folder: Path) -> dict[str, Any]:
+    """Every weight in float32, put together when it is asked for."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        lazy: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG, lazy_mode=True)
+    return lazy

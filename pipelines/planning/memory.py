@@ -128,14 +128,14 @@ def _buckets(setup: Setup, trained: float) -> float:
 def layer_bytes(shape: Shape, setup: Setup) -> float:
     """What one decoder layer keeps for its backward pass, per token.
 
-    Each norm: its input in float32 (4H), the normalised copy and the result (2bH). Attention: query, output and the
-    output laid out for its projection (3bA), keys and values (2bKV; on a CPU repeated to all heads, 2bA), log-sum-exps.
-    MLP: gate, its activation, up, their product (4bF).
+    Each norm: its input in float32 (4H), the normalised copy and the result (2bH). Attention: query and output (2bA; on
+    CUDA a copy of the output for its projection, 1bA: assumed), keys and values (2bKV), log-sum-exps. MLP: gate, its
+    activation, up, their product (4bF).
     """
     b = setup.width
     norms = 2 * (4 + 2 * b) * shape.hidden
-    keys = 2 * b * (shape.kv if setup.cuda else shape.attention)
-    attention = 3 * b * shape.attention + keys + 4 * shape.heads
+    queries = (3 if setup.cuda else 2) * b * shape.attention
+    attention = queries + 2 * b * shape.kv + 4 * shape.heads
     return norms + attention + 4 * b * shape.mlp
 
 

@@ -1,7 +1,7 @@
 """Where the time of a real training step goes: adapt itself, run for a few steps on the bench's rows.
 
-Not the bench's own loop: Ray Train, DeepSpeed, the optimizer, the checks between workers, all as a user runs them. The
-shares are those of metrics.jsonl; the first step, which warms up, is left out.
+Not the bench's own loop: Ray Train, DeepSpeed, the optimizer, the checks between workers, all as a user runs them, with
+a row a forward, which bounds memory. The shares are those of metrics.jsonl, without the first step, which warms up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from model.backbone import Backbone
 from model.errors import JobError
 from pipelines.benches.train_step import Shape, make_case
 
-STEPS = 4
+STEPS = 3
 ADAPT = Path(__file__).parent.parent / "adapt.py"
 INSIDE = ("forward", "backward")
 
@@ -50,7 +50,7 @@ def _command(source: str, rows: Path, output: Path, shape: Shape) -> list[str]:
     keys: dict[str, Any] = {
         "steps": STEPS,
         "rows_per_step": shape.rows,
-        "micro_rows": shape.rows,
+        "micro_rows": 1,
         "dtype": shape.dtype,
         "held_out_every": 0,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.attention import AttentionPlan, CappingPlan, StreamPlan, within_window
 from model.errors import UserError
-from model.masks import CLEAN, NOISY_1, Predicate, Tokens, causal, two_tower
+from model.masks import CLEAN, NOISY_1, Tokens, causal, two_tower
 
 KeysValues = dict[int, tuple[Tensor, Tensor]]  # by layer: [1, Hkv, T, D] each, rotated
 TILE = 128  # queries of a tile of capped attention
@@ -167,6 +167,3 @@ def _rows(x: Tensor, rows: int) -> Tensor:
 
 def _on(tokens: Tokens, device: torch.device) -> Tokens:
     return Tokens(*(x.to(device) for x in tokens))
-
-
-__all__ = ["Beside", "Folded", "KeysValues", "Predicate", "Recording", "beside", "capped_attention", "recording"]

@@ -42,11 +42,6 @@ class ContextTower:
     def device(self) -> torch.device:
         return self.causal_lm.device
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the head: what a logit is counted over."""
-        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
-
     def cache(self, seeds: States, tokens: int) -> StateCache | None:
         """The state cache of a forward of so many tokens a row, None without recurrent layers."""
         return StateCache(self.layers, seeds, one_token=tokens == 1) if self.recurrent else None

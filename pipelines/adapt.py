@@ -31,7 +31,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 from pydantic import Field
 
-from actors.training.checkpoints import CheckpointStore
+from actors.training.checkpoints import CheckpointStore, Identity
 from actors.training.rows import PackedRows, holds_rows
 from actors.training.run_files import METRICS, read_metrics
 from actors.training.settings import TrainSettings, deepspeed_settings
@@ -52,7 +52,7 @@ from pipelines.jobkit import (
     hash_inputs,
     main,
 )
-from pipelines.jobkit.identity import hash_of, identity_of
+from pipelines.jobkit.identity import flat, hash_of, identity_of
 from pipelines.prepare import PrepareConfig, TasksConfig
 from pipelines.training.curve import draw_curves
 from pipelines.training.evaluating import evaluation_settings
@@ -131,7 +131,7 @@ def plan(config: AdaptConfig) -> dict[str, Any]:
     if not cluster.here and "auto" in (config.train.workers, config.train.device):
         return {"workers": config.train.workers, "device": config.train.device, "decided": "on the cluster"}
     placement = place_workers(config.train, cluster)
-    settings = _settings(config, config.model or "the demo's base model", ROWS, "", placement)
+    settings = _settings(config, config.model or "the demo's base model", ROWS, Identity(""), placement)
     return {
         "workers": placement.text,
         "device": placement.device,
@@ -203,7 +203,7 @@ def _adapt(config: AdaptConfig, base: str, output: OutputFolder) -> dict[str, An
     packed = PackedRows(rows)
     if not output.has("model"):
         placement = place_workers(config.train, cluster_here())
-        settings = _settings(config, base, rows, hash_of([identity_of(config), output.inputs]), placement)
+        settings = _settings(config, base, rows, _identity(config, output), placement)
         settings = dataclasses.replace(settings, evaluation=evaluation_settings(config.train, rows))
         _check_checkpoint(settings)
         print(f"adapt: {len(packed):,} rows of {packed.format.context_length:,} tokens, {placement.text}", flush=True)
@@ -242,7 +242,13 @@ def _check_pack(config: AdaptConfig, packed: PackedRows) -> None:
             raise UserError(f"The rows in {packed.folder} have {name} {found}, not {asked}: leave --pack.{name} out.")
 
 
-def _settings(config: AdaptConfig, base: str, rows: str, identity: str, placement: Placement) -> TrainSettings:
+def _identity(config: AdaptConfig, output: OutputFolder) -> Identity:
+    """What the checkpoints are checkpoints of: every key that decides the result, and the inputs' hashes."""
+    decides = identity_of(config)
+    return Identity(hash_of([decides, output.inputs]), {**dict(flat(decides)), **output.inputs})
+
+
+def _settings(config: AdaptConfig, base: str, rows: str, identity: Identity, placement: Placement) -> TrainSettings:
     settings = TrainSettings(
         model=base,
         rows=rows,
@@ -261,8 +267,7 @@ def _settings(config: AdaptConfig, base: str, rows: str, identity: str, placemen
 
 def _check_checkpoint(settings: TrainSettings) -> None:
     """Refuse what the workers would refuse, before they are started."""
-    store = CheckpointStore(settings.output, keep=settings.keep_checkpoints)
-    store.newest(identity=settings.identity, workers=settings.workers)
+    CheckpointStore(settings.output, keep=settings.keep_checkpoints).newest(settings.identity)
 
 
 def _mind_the_poll() -> None:

@@ -6,9 +6,12 @@ driver was killed notices at its next micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from actors.training.watchdog import Beat, Hang, Heard, find_hang
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,14 @@ class Failure:
 
 
 class Board:
-    """environment: variables that workers need and no log may show, such as HF_TOKEN."""
+    """environment: variables that workers need and no log may show, such as HF_TOKEN. clock: in seconds."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environment = dict(environment)
+        self._clock = clock
+        self._beats: dict[int, Beat] = {}
+        self._heard_at: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}
         self._phase = "starting"
         self._record: dict[str, Any] | None = None
         self._failure: Failure | None = None
@@ -63,3 +70,22 @@ class Board:
 
     def stop_requested(self) -> bool:
         return self._stop
+
+    def beat(self, beat: Beat) -> None:
+        """Any rank says where it stands."""
+        before, now = self._beats.get(beat.rank), self._clock()
+        if before is None or before.place != beat.place:
+            self._moved_at[beat.rank] = now
+        self._beats[beat.rank], self._heard_at[beat.rank] = beat, now
+
+    def hang(self, timeout_s: float) -> Hang | None:
+        """Who has kept the others waiting for so long."""
+        now = self._clock()
+        heard = [
+            Heard(beat, now - self._heard_at[rank], now - self._moved_at[rank]) for rank, beat in self._beats.items()
+        ]
+        return find_hang(heard, timeout_s)
+
+    def nodes(self) -> dict[str, str]:
+        """Addresses of the nodes that workers have been heard from, by node id."""
+        return {beat.node: beat.address for beat in self._beats.values()}

@@ -4,49 +4,82 @@
                             run's identity, every file with its size
 
 On a local (or shared) filesystem all ranks write into `.step_40.partial`, rank 0 adds COMMIT.json and renames. On an
-object store each rank uploads its files below the final name and COMMIT.json goes last. What has no COMMIT.json, or
-lacks a file that it lists, is no checkpoint and is cleared away.
+object store each rank uploads its files below the final name, in a thread while training goes on, and COMMIT.json goes
+last, when every rank has said that its upload is done. What has no COMMIT.json, or lacks a file that it lists, is no
+checkpoint and is cleared away.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 
 from actors.training.ranks import Ranks
-from model.errors import JobError, UserError
+from actors.training.storage import PATIENT, Patience, check_space
+from actors.training.uploads import Upload
+from model.errors import UserError
 
 FOLDER = "checkpoints"
 COMMIT = "COMMIT.json"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run computes: its hash, and the keys and inputs it was made from, by name."""
+
+    hash: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def change(self, other: Identity) -> str | None:
+        """How `other` differs, for a sentence: the first key with both values; None where they are the same run."""
+        if self.hash == other.hash:
+            return None
+        for name in [*self.values, *other.values]:
+            before, now = self.values.get(name), other.values.get(name)
+            if before != now:
+                return f"was begun with {name} {before!r}, this run has {now!r}"
+        return "belongs to another configuration or other data"
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The commit marker. files: size in bytes by name, relative to the checkpoint."""
+    """The commit marker. files: size in bytes by name, relative to the checkpoint; values: as in Identity."""
 
     step: int
     workers: int
     identity: str
     files: dict[str, int]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint whose files are on their way."""
+
+    step: int
+    identity: Identity
+    upload: Upload
 
 
 class CheckpointStore:
     """The checkpoints of one output. guard: called before publishing; raises when the run has lost its output."""
 
-    def __init__(self, output: str, *, keep: int, guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, output: str, *, keep: int, guard: Callable[[], None] = lambda: None, patient: Patience = PATIENT
+    ) -> None:
         self._filesystem, root = url_to_fs(output)
         self.local = "file" in self._filesystem.protocol
         self.root = f"{root.rstrip('/')}/{FOLDER}"
-        self._keep, self._guard = keep, guard
+        self._keep, self._guard, self.patient = keep, guard, patient
+        self._pending: Pending | None = None
 
     def place(self, step: int) -> str:
         """Where the checkpoint of a step lies, on the store's filesystem."""
@@ -57,53 +90,88 @@ class CheckpointStore:
         commits = [self._commit(name) for name in self._names("step_")]
         return sorted((c for c in commits if c is not None), key=lambda c: c.step)
 
-    def newest(self, *, identity: str, workers: int) -> Commit | None:
-        """The checkpoint to go on from. Raises UserError where it is another run's or of another number of workers."""
+    def newest(self, identity: Identity) -> Commit | None:
+        """The checkpoint to go on from. Raises UserError, naming the first difference, where it is another run's."""
         commits = self.committed()
         if not commits:
             return None
         newest = commits[-1]
-        where = self.place(newest.step)
-        if newest.identity != identity:
-            raise UserError(f"{where} belongs to another configuration or other data: give another --output.")
-        if newest.workers != workers:
-            raise UserError(
-                f"{where} was written by {newest.workers} workers and this run has {workers}: "
-                f"give --train.workers {newest.workers}, or another --output to start afresh."
-            )
+        change = Identity(newest.identity, newest.values).change(identity)
+        if change is not None:
+            raise UserError(f"{self.place(newest.step)} {change}: set it back, or give another --output.")
         return newest
 
     @contextlib.contextmanager
-    def opened(self, commit: Commit) -> Iterator[str]:
-        """A local folder with the checkpoint's files."""
+    def opened(self, commit: Commit, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
+        """A local folder with the checkpoint's files; from an object store only the `wanted` ones."""
         if self.local:
             yield self.place(commit.step)
             return
         with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
-            for name in commit.files:
-                target = Path(scratch, name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self._filesystem.get_file(f"{self.place(commit.step)}/{name}", str(target))
+            for name in filter(wanted, commit.files):
+                self._fetch(f"{self.place(commit.step)}/{name}", Path(scratch, name))
             yield scratch
 
-    def save(self, step: int, identity: str, ranks: Ranks, write: Callable[[str], None], need: int) -> None:
-        """Commit a checkpoint; every rank calls it.
+    def _fetch(self, source: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.patient(lambda: self._filesystem.get_file(source, str(target)), f"reading {source}")
+
+    def save(self, step: int, identity: Identity, ranks: Ranks, write: Callable[[str], None], need: int) -> None:
+        """Begin a checkpoint; every rank calls it. On a local filesystem it is committed when this returns; on an
+        object store settle() commits it.
 
         write: puts this rank's files into the local folder it is given. need: bytes of all ranks' files, about. Raises
         JobError when they do not fit, leaving nothing.
         """
-        self._check_space(need)
+        self.settle(ranks, wait=True)
         if ranks.first:
             self.clear_partial()
         ranks.barrier()
-        with self._translated(step):
-            with self._staging(step) as folder:
-                write(folder)
-                self._upload(Path(folder), step)
+        if self.local:
+            self._save_here(step, identity, ranks, write, need)
+        else:
+            self._begin_upload(step, identity, write, need // ranks.world)
+
+    def settle(self, ranks: Ranks, *, wait: bool = False) -> None:
+        """Commit the checkpoint whose upload has ended on all ranks; every rank calls it. wait: until it has."""
+        pending = self._pending
+        if pending is None:
+            return
+        if not wait and ranks.total([int(pending.upload.done.is_set())])[0] < ranks.world:
+            return
+        self._pending = None
+        pending.upload.finish()
+        ranks.barrier()
+        if ranks.first:
+            self._publish(pending.step, pending.identity, ranks.world)
+        ranks.barrier()
+
+    def _save_here(self, step: int, identity: Identity, ranks: Ranks, write: Callable[[str], None], need: int) -> None:
+        Path(self.root).mkdir(parents=True, exist_ok=True)
+        check_space(self.root, need)
+        folder = self._partial(step)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write(folder)
             ranks.barrier()
             if ranks.first:
                 self._publish(step, identity, ranks.world)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         ranks.barrier()
+
+    def _begin_upload(self, step: int, identity: Identity, write: Callable[[str], None], need: int) -> None:
+        scratch = tempfile.TemporaryDirectory(prefix="blockcast-", ignore_cleanup_errors=True)
+        try:
+            check_space(scratch.name, need)
+            write(scratch.name)
+        except Exception:
+            scratch.cleanup()
+            raise
+        upload = Upload(scratch, self._filesystem, self.place(step), self.patient)
+        upload.start()
+        self._pending = Pending(step, identity, upload)
 
     def clear_partial(self) -> None:
         """Remove what an interrupted run left behind: folders that are not whole checkpoints."""
@@ -135,71 +203,17 @@ class CheckpointStore:
     def _partial(self, step: int) -> str:
         return f"{self.root}/.step_{step}.partial"
 
-    @contextlib.contextmanager
-    def _staging(self, step: int) -> Iterator[str]:
-        if self.local:
-            Path(self._partial(step)).mkdir(parents=True, exist_ok=True)
-            yield self._partial(step)
-            return
-        with tempfile.TemporaryDirectory(prefix="blockcast-") as scratch:
-            yield scratch
-
-    def _upload(self, folder: Path, step: int) -> None:
-        if self.local:
-            return
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            self._filesystem.put_file(str(path), f"{self.place(step)}/{path.relative_to(folder).as_posix()}")
-
-    def _publish(self, step: int, identity: str, workers: int) -> None:
+    def _publish(self, step: int, identity: Identity, workers: int) -> None:
         """COMMIT.json, the name, and then the oldest beyond `keep` go."""
         written = self._partial(step) if self.local else self.place(step)
-        commit = Commit(step, workers, identity, self._sizes(written))
+        commit = Commit(step, workers, identity.hash, self._sizes(written), identity.values)
+        content = json.dumps(asdict(commit), indent=1).encode()
         self._guard()
-        self._filesystem.pipe_file(f"{written}/{COMMIT}", json.dumps(asdict(commit), indent=1).encode())
+        self.patient(
+            lambda: self._filesystem.pipe_file(f"{written}/{COMMIT}", content), f"committing {self.place(step)}"
+        )
         if self.local:
             Path(written).rename(self.place(step))
         for old in self.committed()[: -self._keep]:
             self._filesystem.rm_file(f"{self.place(old.step)}/{COMMIT}")
             self._filesystem.rm(self.place(old.step), recursive=True)
-
-    def _check_space(self, need: int) -> None:
-        if not self.local:
-            return
-        Path(self.root).mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.root).free
-        if free < need:
-            raise JobError(
-                f"No space for a checkpoint in {self.root}: it takes {_size(need)} and {_size(free)} are free; "
-                "free some and run the same command again to go on."
-            )
-
-    @contextlib.contextmanager
-    def _translated(self, step: int) -> Iterator[None]:
-        """A disk that fills up in the middle, told in one sentence; torch tells of it in a RuntimeError of its own."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            self._remove_partial(step)
-            if _disk_is_full(error):
-                raise JobError(
-                    f"The checkpoint of step {step} does not fit in {self.root}: "
-                    "free some space and run the same command again to go on."
-                ) from error
-            raise
-
-    def _remove_partial(self, step: int) -> None:
-        if self.local:
-            shutil.rmtree(self._partial(step), ignore_errors=True)
-
-
-def _disk_is_full(error: Exception) -> bool:
-    return (isinstance(error, OSError) and error.errno in DISK_FULL) or "PytorchStreamWriter" in str(error)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("bytes", "KB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from actors.training.checkpoints import Identity
 from actors.training.lora import LoraSettings
 from actors.training.offload import NOTHING, Offload
 from actors.training.rows import micro_steps
@@ -51,7 +52,7 @@ class TrainSettings:
     model: str
     rows: str
     output: str
-    identity: str
+    identity: Identity
     objective: str
     seed: int
     device: str
@@ -82,6 +83,8 @@ class TrainSettings:
     lora: LoraSettings | None = None
     on_nan: str = "stop"
     evaluation: EvaluationSettings = EvaluationSettings()
+    step_timeout_s: float = 1200.0
+    stop_grace_s: float = 120.0
 
     def check(self) -> None:
         """Raises UserError where options do not go together."""

@@ -37,9 +37,12 @@ from actors.training.rows import PackedRows
 from actors.training.run_files import Fence, StepRecord
 from actors.training.run_log import RunLog
 from actors.training.settings import TrainSettings
+from actors.training.shards import checkpoint_bytes, load_shards, save_shards
+from actors.training.storage import Patience
 from actors.training.trained_model import publish_model
 from actors.training.update import finish_step
-from actors.training.zero import checkpoint_bytes, gather_weights, load_shards, save_shards, start_engine
+from actors.training.watchdog import Beat, Heart
+from actors.training.zero import gather_weights, start_engine
 from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion, save_description
 from model.errors import JobError, UserError
 from model.layout import TrainingBatch
@@ -60,6 +63,10 @@ class Link:
         if self._first:
             self._board.enter.remote(phase)
 
+    def warn(self, message: str) -> None:
+        """Any rank says what went wrong and is tried again."""
+        self._board.enter.remote(message)
+
     def publish(self, record: StepRecord) -> None:
         if self._first:
             self._board.publish.remote(asdict(record))
@@ -70,6 +77,9 @@ class Link:
     def take_environment(self) -> None:
         """Set the variables that the driver hands on."""
         os.environ.update(ray.get(self._board.environment.remote()))
+
+    def beat(self, beat: Beat) -> None:
+        self._board.beat.remote(beat)
 
     def stop_requested(self) -> bool:
         """Rank 0's answer; raises when the driver is gone. Other ranks say no and follow rank 0."""
@@ -99,13 +109,15 @@ class Trainer:
     def __init__(self, settings: TrainSettings, ranks: Ranks, link: Link, token: str) -> None:
         self.measures = Measures(settings)
         ranks = replace(ranks, watch=self.measures.communicating)
-        self.settings, self.ranks, self.link = settings, ranks, link
+        self.settings, self.ranks, self.link, self.token = settings, ranks, link, token
         if settings.device == "cpu":
             torch.set_num_threads(settings.threads)
         else:
             torch.cuda.set_device(ray.train.torch.get_device())
         self.fence = Fence(settings.output, token)
-        self.store = CheckpointStore(settings.output, keep=settings.keep_checkpoints, guard=self.fence.check)
+        self.store = CheckpointStore(
+            settings.output, keep=settings.keep_checkpoints, guard=self.fence.check, patient=Patience(say=link.warn)
+        )
         self.log = RunLog(settings.output, self.fence)
         self.rows = PackedRows(settings.rows)
         self.non_finite = NonFinite(settings.on_nan, ranks, settings.rows)
@@ -122,23 +134,34 @@ class Trainer:
         self.engine = start_engine(TrainingModel(self.backbone.model, self._observe).train(), settings)
         self.device = self.engine.device
         self.measures.attach(self.device)
+        self.heart = Heart(ranks.rank, link.beat, settings.step_timeout_s)
 
     def run(self) -> None:
         """Train from the newest checkpoint to the last step, or until asked to stop; then write the model."""
         saved = self._resume()
         self.link.enter("training")
+        with self.heart:
+            ended = self._train(saved)
+        if not ended:
+            self.link.enter("stopped")
+            return
+        self._finish()
+
+    def _train(self, saved: int) -> bool:
+        """The steps behind the checkpoint of step `saved`; False when asked to stop before the last one."""
         for step in range(saved, self.settings.steps):
             record = self._step(step)
+            self.heart.rest()
             if record is not None:
                 self._told(record)
             done = step if record is None else step + 1
             if done > saved and self._saves_after(done, stopped=record is None):
                 self._save(done)
                 saved = done
+            self.store.settle(self.ranks, wait=record is None or done == self.settings.steps)
             if record is None:
-                self.link.enter("stopped")
-                return
-        self._finish()
+                return False
+        return True
 
     # Beginning ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +202,7 @@ class Trainer:
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; the number of steps it stands for."""
-        commit = self.store.newest(identity=self.settings.identity, workers=self.ranks.world)
+        commit = self.store.newest(self.settings.identity)
         done = commit.step if commit else 0
         if self.ranks.first:
             self.store.clear_partial()
@@ -191,15 +214,14 @@ class Trainer:
 
     def _load_checkpoint(self, commit: Commit) -> None:
         self.link.enter(f"loading the checkpoint of step {commit.step}")
-        with self.store.opened(commit) as folder:
-            load_shards(self.engine, folder)
-            self.ranks.barrier()
+        load_shards(self.engine, self.store, commit, self.ranks, self.token)
 
     # A step ---------------------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> StepRecord | None:
         """Run a 0-based step; None when asked to stop before it was done (its gradients are dropped)."""
         begun, measures = time.perf_counter(), self.measures
+        self.heart.at(step, 0, self.settings.micro_steps)
         measures.begin()
         self.non_finite.begin()
         with measures.phase("data"):
@@ -212,6 +234,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         mean, norm = 0.0, None
         for index, one in enumerate(micro):
+            self.heart.at(step, index + 1, len(micro))
             if self.ranks.any(self.link.stop_requested()):
                 return None
             torch.manual_seed(_seed_of(self.settings.seed, step, self.ranks.rank, index))
@@ -295,7 +318,7 @@ class Trainer:
 
     def _write_state(self, folder: str) -> None:
         """This rank's shards and, once, what network they are of: a checkpoint can be exported without its run."""
-        save_shards(self.engine, folder)
+        save_shards(self.engine, folder, self.store.patient)
         if self.ranks.first:
             save_description(self.backbone, Path(folder, DESCRIPTION))
             if lora := self.settings.lora:

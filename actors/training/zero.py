@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO around a TrainingModel: start it, save and load its shards, collect its weights.
+"""DeepSpeed ZeRO around a TrainingModel: start it, collect its weights.
 
 Traps met here: DeepSpeed compiles a small extension on CPU with ninja, which must be found although nobody activated
 the environment, and a process that is killed meanwhile leaves a lock that would hang every later start; a parameter is
@@ -23,9 +23,6 @@ from actors.training.ranks import Ranks
 from actors.training.settings import TrainSettings, deepspeed_settings
 from model.sources import cache_folder
 
-TAG = "zero"
-STATE_BYTES = 12  # a parameter's float32 master copy and its two moments
-SLACK_BYTES = 1 << 20
 EXTENSION = "deepspeed_shm_comm"
 
 
@@ -99,23 +96,6 @@ def build_extension() -> None:
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
         if builder is not None and builder.is_compatible():
             builder.load()
-
-
-def checkpoint_bytes(parameters: int) -> int:
-    """What the shards of all ranks take on disk, about."""
-    return parameters * STATE_BYTES + SLACK_BYTES
-
-
-def save_shards(engine: Any, folder: str) -> None:
-    """Write this rank's shards into `folder`."""
-    engine.save_checkpoint(folder, tag=TAG, save_latest=False)
-
-
-def load_shards(engine: Any, folder: str) -> None:
-    """Read this rank's shards from `folder`, as written by save_shards with as many ranks."""
-    loaded, _ = engine.load_checkpoint(folder, tag=TAG)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
 
 def gather_weights(module: nn.Module, ranks: Ranks, *, trained_only: bool = False) -> dict[str, Tensor]:

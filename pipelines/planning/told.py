@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actors.training.checkpoints import Identity
 from actors.training.settings import CPU_BUCKET, TrainSettings
 from model.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from pipelines.adapt import AdaptConfig
@@ -87,7 +88,7 @@ def worker_settings(
         model="",
         rows="",
         output="",
-        identity="",
+        identity=Identity(""),
         objective="block_diffusion",
         seed=0,
         device="cpu",

@@ -22,6 +22,7 @@ from fsspec.core import url_to_fs
 from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.training.board import Board, Failure, News
 from actors.training.checkpoints import CheckpointStore
@@ -31,9 +32,9 @@ from actors.training.trainer import train_worker
 from model.errors import JobError, UserError
 from pipelines.jobkit import OutputFolder, Progress
 from pipelines.training.resources import Placement
+from pipelines.training.watch import Watch, WorkersLeft
 
 LOOK_EVERY_S = 0.25
-STOP_GRACE_S = 120.0
 COLLECTIVE_TIMEOUT_S = 1800
 GROUP_STARTS = 3  # times that Ray waits a minute for resources which somebody else took meanwhile
 SCRATCH = ".ray_train"
@@ -54,11 +55,14 @@ def persist(attempt: Callable[[], Exception | None], newest: Callable[[], int], 
     """Call attempt until it returns None; an exception it returns is tried again.
 
     newest: the last committed step; failures are counted anew whenever it moves. Raises JobError after more than
-    max_failures in a row.
+    max_failures in a row; WorkersLeft that does not count is no failure.
     """
     before, failures = newest(), 0
     while (error := attempt()) is not None:
         now = newest()
+        if isinstance(error, WorkersLeft) and not error.counts:
+            before = now
+            continue
         failures = 1 if now > before else failures + 1
         before = now
         print(f"adapt: the workers failed after step {now}:\n{error}", file=sys.stderr, flush=True)
@@ -66,7 +70,7 @@ def persist(attempt: Callable[[], Exception | None], newest: Callable[[], int], 
             raise JobError(
                 f"Training failed {failures} times in a row after step {now}, see above; "
                 "the same command goes on from there."
-            )
+            ) from error
         print(f"adapt: starting them again ({failures} of {max_failures})", file=sys.stderr, flush=True)
 
 
@@ -75,24 +79,31 @@ def _attempt(settings: TrainSettings, placement: Placement, output: OutputFolder
     output.check()
     hidden = {name: os.environ[name] for name in HIDDEN if name in os.environ}
     try:
-        board: Any = ray.remote(num_cpus=0)(Board).remote(hidden)
+        board = _board_beside_me(hidden)
+        watch = Watch(board, settings.step_timeout_s)
         with _fence(settings.output) as token, _scratch(settings.output):
             fit = Fit(settings, placement, board, token)
-            failure = _watched(fit, board, settings.steps, already)
+            failure = _watched(fit, board, watch, settings, already)
     except RayError as error:
         return error
     if failure is not None:
         raise (UserError if failure.user_error else JobError)(failure.message)
-    return fit.error
+    return watch.left or fit.error
 
 
-def _watched(fit: Fit, board: Any, steps: int, already: int) -> Failure | None:
+def _board_beside_me(environment: dict[str, str]) -> Any:
+    """A Board on the driver's node, so that it does not go with a node of workers."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(num_cpus=0)(Board).options(scheduling_strategy=here).remote(environment)
+
+
+def _watched(fit: Fit, board: Any, watch: Watch, settings: TrainSettings, already: int) -> Failure | None:
     """Run the fit to its end; what the workers say was wrong, if they could say."""
     fit.start()
     try:
-        _follow(fit, board, steps, already)
+        _follow(fit, board, watch, settings.steps, already)
     except KeyboardInterrupt:
-        _stop(fit, board)
+        _stop(fit, board, settings.stop_grace_s)
         raise
     failure: Failure | None = ray.get(board.failure.remote())
     ray.kill(board)
@@ -170,7 +181,7 @@ def _scratch(output: str) -> Iterator[None]:
 # Watching -------------------------------------------------------------------------------------------------------------
 
 
-def _follow(fit: Fit, board: Any, steps: int, already: int) -> None:
+def _follow(fit: Fit, board: Any, watch: Watch, steps: int, already: int) -> None:
     """Show phases and steps until the fit has ended."""
     phase = ""
     while not fit.ended.is_set() and phase != "training":
@@ -179,6 +190,7 @@ def _follow(fit: Fit, board: Any, steps: int, already: int) -> None:
     with Progress("adapt", total=steps, unit="steps", already=already) as progress:
         while not fit.ended.is_set():
             fit.ended.wait(LOOK_EVERY_S)
+            watch.look()
             news: News = ray.get(board.news.remote())
             _show_step(progress, news)
             phase = _show_phase(phase, news) if news.phase != "training" else news.phase
@@ -197,10 +209,10 @@ def _show_step(progress: Progress, news: News) -> None:
         progress.update(record["step"], **loss, **{"tokens/s": record["tokens_per_second"]})
 
 
-def _stop(fit: Fit, board: Any) -> None:
-    """Let the workers save what they have; a second signal ends the wait."""
+def _stop(fit: Fit, board: Any, grace_s: float) -> None:
+    """Let the workers save what they have, for so many seconds; a second signal ends the wait."""
     print("adapt: stopping; the workers save a checkpoint first", file=sys.stderr, flush=True)
     ray.get(board.request_stop.remote())
-    deadline = time.monotonic() + STOP_GRACE_S
+    deadline = time.monotonic() + grace_s
     while not fit.ended.is_set() and time.monotonic() < deadline:
         fit.ended.wait(LOOK_EVERY_S)

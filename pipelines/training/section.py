@@ -111,6 +111,20 @@ class TrainSection(Section):
         description="restarts after lost workers without a new checkpoint in between, before giving up",
         json_schema_extra=NOT_IDENTITY,
     )
+    step_timeout_s: float = Field(
+        1200.0,
+        gt=0,
+        description="seconds that a worker may stay at one place of a step (reading its rows, one micro-batch) before "
+        "it counts as hung and is replaced",
+        json_schema_extra=NOT_IDENTITY,
+    )
+    stop_grace_s: float = Field(
+        120.0,
+        gt=0,
+        description="seconds that a run told to stop waits for its workers' checkpoint (`ray job stop` itself allows "
+        "RAY_JOB_STOP_WAIT_TIME_S, 3 s)",
+        json_schema_extra=NOT_IDENTITY,
+    )
     offload: OffloadSection = OffloadSection()
     lora: LoraSection | None = None
 

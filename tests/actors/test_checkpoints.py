@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from actors.training.checkpoints import COMMIT, CheckpointStore
+from actors.training.checkpoints import COMMIT, CheckpointStore, Identity
 from actors.training.ranks import Ranks, halves, whole
 from actors.training.run_files import METRICS, Fence, LinesLog, StepRecord, read_metrics
+from actors.training.storage import Patience
 from model.errors import JobError, UserError
 from model.layout import combine_hashes
 
 ALONE = Ranks(rank=0, world=1, local_rank=0, group=None)
+RUN = Identity("run", {"train.steps": 10, "train.learning_rate": 0.1})
+HASTY = Patience(tries=3, pause_s=0.001)
 
 
 def writer(size: int = 100) -> Callable[[str], None]:
@@ -33,7 +38,8 @@ def writer(size: int = 100) -> Callable[[str], None]:
 
 
 def save(store: CheckpointStore, step: int, *, write: Callable[[str], None] | None = None, need: int = 0) -> None:
-    store.save(step, "run", ALONE, write or writer(), need)
+    store.save(step, RUN, ALONE, write or writer(), need)
+    store.settle(ALONE, wait=True)
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -44,7 +50,7 @@ def output(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_a_committed_checkpoint_is_found_whole(output: str) -> None:
     store = CheckpointStore(output, keep=3)
     save(store, 5)
-    commit = store.newest(identity="run", workers=1)
+    commit = store.newest(RUN)
     assert commit is not None
     assert (commit.step, commit.files) == (5, {"zero/shard_0.pt": 100, "other": 1})
     with store.opened(commit) as folder:
@@ -100,30 +106,17 @@ def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/0")],
-)
-def test_a_disk_that_fills_up_in_the_middle_is_one_sentence_and_leaves_nothing(
-    tmp_path: Path, error: Exception
-) -> None:
-    def fill(folder: str) -> None:
-        writer()(folder)
-        raise error
-
-    store = CheckpointStore(str(tmp_path), keep=2)
-    with pytest.raises(JobError, match="The checkpoint of step 5 does not fit"):
-        save(store, 5, write=fill)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_another_run_or_another_number_of_workers_is_refused_by_name(output: str) -> None:
+def test_a_changed_key_is_refused_by_its_name_and_another_number_of_workers_is_not(output: str) -> None:
     store = CheckpointStore(output, keep=2)
     save(store, 5)
-    with pytest.raises(UserError, match="belongs to another configuration"):
-        store.newest(identity="other", workers=1)
-    with pytest.raises(UserError, match=r"written by 1 workers and this run has 4: give --train\.workers 1"):
-        store.newest(identity="run", workers=4)
+    with pytest.raises(UserError, match=r"step_5 was begun with train\.learning_rate 0\.1, this run has 0\.2: set it"):
+        store.newest(Identity("other", {**RUN.values, "train.learning_rate": 0.2}))
+    with pytest.raises(UserError, match="was begun with rows/part-0 None, this run has 'sha256:1'"):
+        store.newest(Identity("other", {**RUN.values, "rows/part-0": "sha256:1"}))
+    with pytest.raises(UserError, match="belongs to another configuration or other data"):
+        store.newest(Identity("other", RUN.values))
+    found = store.newest(RUN)
+    assert found is not None and found.workers == 1
 
 
 def test_a_run_that_lost_its_output_commits_nothing(output: str) -> None:
@@ -137,6 +130,127 @@ def test_a_run_that_lost_its_output_commits_nothing(output: str) -> None:
     with pytest.raises(JobError, match="taken over by another run"):
         save(store, 10)
     assert [commit.step for commit in store.committed()] == [5]
+
+
+# Storage that fails ---------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Raises its errors one after the other, one a call, and works when none is left."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def test_storage_is_tried_again_and_an_error_that_stays_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = Failing(OSError(errno.EIO, "Input/output error"), TimeoutError("slow down"))
+    assert HASTY(twice, "writing x") == "done"
+    assert "adapt: writing x failed ([Errno 5] Input/output error); again in 0.001 s" in capsys.readouterr().err
+    stays = Failing(*(OSError(errno.EIO, "Input/output error") for _ in range(9)))
+    with pytest.raises(
+        JobError, match=r"Writing x failed 3 times \(\[Errno 5\] Input/output error\): see to the storage"
+    ):
+        HASTY(stays, "writing x")
+    assert stays.calls == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/0")],
+)
+def test_a_disk_that_stays_full_is_named_and_one_that_is_freed_is_not_the_end(error: Exception) -> None:
+    assert HASTY(Failing(error), "writing x") == "done"
+    with pytest.raises(JobError, match=r"Writing x failed 3 times \(no space is left\): free some and run the same"):
+        HASTY(Failing(*[error] * 9), "writing x")
+
+
+def test_what_waiting_does_not_help_is_not_tried_again() -> None:
+    denied, bug = Failing(PermissionError("Access Denied")), Failing(ValueError("a bug"))
+    with pytest.raises(JobError, match=r"Writing x failed \(Access Denied\)"):
+        HASTY(denied, "writing x")
+    with pytest.raises(ValueError, match="a bug"):
+        HASTY(bug, "writing x")
+    assert (denied.calls, bug.calls) == (1, 1)
+
+
+def test_a_save_that_fails_leaves_nothing_half_written(tmp_path: Path) -> None:
+    def fill(folder: str) -> None:
+        writer()(folder)
+        raise JobError("no space")
+
+    store = CheckpointStore(str(tmp_path), keep=2)
+    with pytest.raises(JobError):
+        save(store, 5, write=fill)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+class SlowStore(MemoryFileSystem):
+    """An object store whose uploads wait for `gate`, after they have raised `errors`."""
+
+    protocol = "slow"
+    cachable = False
+    gate = threading.Event()
+    errors: list[Exception] = []  # noqa: RUF012
+
+    def put_file(self, *arguments: Any, **named: Any) -> None:
+        self.gate.wait(30)
+        if self.errors:
+            raise self.errors.pop(0)
+        super().put_file(*arguments, **named)
+
+
+@pytest.fixture
+def slow_output() -> str:
+    fsspec.register_implementation("slow", SlowStore, clobber=True)
+    SlowStore.gate.clear()
+    SlowStore.errors = []
+    return f"slow://{uuid.uuid4().hex}/out"
+
+
+def test_an_upload_goes_on_beside_the_training_and_the_marker_comes_last(slow_output: str) -> None:
+    store = CheckpointStore(slow_output, keep=2, patient=HASTY)
+    store.save(5, RUN, ALONE, writer(), 0)
+    store.settle(ALONE)
+    assert store.committed() == []
+    SlowStore.gate.set()
+    store.settle(ALONE, wait=True)
+    assert [commit.step for commit in store.committed()] == [5]
+
+
+def test_a_next_save_waits_for_the_upload_before_it(slow_output: str) -> None:
+    store = CheckpointStore(slow_output, keep=2, patient=HASTY)
+    store.save(5, RUN, ALONE, writer(), 0)
+    SlowStore.gate.set()
+    store.save(10, RUN, ALONE, writer(), 0)
+    assert [commit.step for commit in store.committed()] == [5]
+    store.settle(ALONE, wait=True)
+    assert [commit.step for commit in store.committed()] == [5, 10]
+
+
+def test_an_upload_that_keeps_failing_commits_nothing_and_one_that_recovers_does(slow_output: str) -> None:
+    store = CheckpointStore(slow_output, keep=2, patient=HASTY)
+    SlowStore.gate.set()
+    SlowStore.errors = [ConnectionError("reset")] * 2
+    save(store, 5)
+    SlowStore.errors = [ConnectionError("reset")] * 9
+    with pytest.raises(JobError, match=r"Uploading .*step_10/other failed 3 times \(reset\): see to the storage"):
+        save(store, 10)
+    assert [commit.step for commit in store.committed()] == [5]
+    SlowStore.errors = []
+    save(store, 15)
+    filesystem, root = fsspec.core.url_to_fs(slow_output)
+    names = sorted(name.rpartition("/")[2] for name in filesystem.ls(f"{root}/checkpoints", detail=False))
+    assert names == ["step_15", "step_5"], "the files of step 10 are cleared away"
+
+
+# Metrics and fence ----------------------------------------------------------------------------------------------------
 
 
 def record(step: int) -> dict[str, Any]:

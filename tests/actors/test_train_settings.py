@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from actors.training.checkpoints import Identity
 from actors.training.settings import TrainSettings, deepspeed_settings
 from model.errors import UserError
 
 
 def settings(**changes: Any) -> TrainSettings:
     values: dict[str, Any] = {
-        "model": "m", "rows": "r", "output": "o", "identity": "i", "objective": "block_diffusion", "seed": 0,
+        "model": "m", "rows": "r", "output": "o", "identity": Identity("i"), "objective": "block_diffusion", "seed": 0,
         "device": "cpu", "workers": 1, "threads": 1, "steps": 100, "rows_per_step": 8, "micro_rows": 2,
         "learning_rate": 1.0, "warmup_steps": 10, "schedule": "cosine", "final_share": 0.1, "weight_decay": 0.0,
         "beta2": 0.95, "clip": 1.0, "dtype": "bfloat16", "document_mask": True, "activation_checkpointing": False,

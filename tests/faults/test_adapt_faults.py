@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,21 +41,16 @@ def newest_step(output: Path) -> int:
 
 
 @contextlib.contextmanager
-def job(project: Path, argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The job as a user starts it, with a Ray of its own; what is left of it is ended."""
+def job(project: Path, argv: list[str], address: str) -> Iterator[subprocess.Popen[str]]:
+    """The job as a user starts it, on the Ray at `address`; ended if it still runs."""
     command = [sys.executable, str(project / "pipelines" / "adapt.py"), *argv]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    started: list[psutil.Process] = []
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()
         process.communicate()
-        for child in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
 
 
 def training_workers(pid: int) -> list[psutil.Process]:
@@ -62,39 +58,46 @@ def training_workers(pid: int) -> list[psutil.Process]:
     return [p for p in psutil.Process(pid).children(recursive=True) if "RayTrainWorker" in " ".join(p.cmdline()[:1])]
 
 
-def test_a_worker_killed_twice_is_replaced_and_every_loss_is_as_if_it_lived(
-    local_ray: None, uninterrupted: TrainingRun, tiny_model: Path, training_rows: Path, tmp_path: Path
+def test_a_worker_killed_and_one_that_hangs_are_replaced_and_every_loss_is_as_if_nothing_had_happened(
+    local_ray: None,
+    uninterrupted: TrainingRun,
+    tiny_model: Path,
+    training_rows: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """SIGKILL first, then SIGSTOP: a process that neither moves nor ends."""
     output = tmp_path / "out"
 
-    def kill_after(step: int) -> None:
+    def strike_after(step: int, number: int) -> None:
         wait_until(lambda: steps_done(output) >= step, f"step {step}")
         for worker in training_workers(os.getpid()):
-            worker.send_signal(signal.SIGKILL)
+            worker.send_signal(number)
         wait_until(lambda: steps_done(output) < step, "the next attempt")
 
-    killer = threading.Thread(target=lambda: (kill_after(14), kill_after(37)), daemon=True)
-    killer.start()
-    run = adapt(arguments(tiny_model, training_rows, output), output)
+    strikes = threading.Thread(
+        target=lambda: (strike_after(14, signal.SIGKILL), strike_after(37, signal.SIGSTOP)), daemon=True
+    )
+    strikes.start()
+    run = adapt(arguments(tiny_model, training_rows, output, step_timeout_s=20), output)
     assert run.code == 0
-    assert not killer.is_alive(), "the workers were not killed twice"
+    assert not strikes.is_alive(), "the workers were not struck twice"
     assert timeless(run.metrics) == timeless(uninterrupted.metrics)
+    message = r"Step \d+ has not moved for 20 s: worker 0 \(process \d+ on [\d.]+\) hangs in its micro-batch \d of 3\."
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_job_stopped_then_killed_goes_on_to_the_same_end(
     project: Path, uninterrupted: TrainingRun, tiny_model: Path, training_rows: Path, tmp_path: Path
 ) -> None:
     """SIGTERM saves where it stands; kill -9 of the driver loses only steps since the last checkpoint."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
     output = tmp_path / "out"
     argv = arguments(tiny_model, training_rows, output)
 
-    with job(project, argv) as first:
-        wait_until(lambda: (output / ".lock").exists(), "the first job's lock")
-        second = subprocess.run(
-            [sys.executable, str(project / "pipelines" / "adapt.py"), *argv], capture_output=True, text=True
-        )
-        assert second.returncode == 2
-        assert f"{output} is being written by process {first.pid}" in second.stderr.splitlines()[-1]
+    with job(project, argv, address) as first:
         wait_until(lambda: steps_done(output) >= 13, "step 13")
         first.send_signal(signal.SIGTERM)
         _, errors = first.communicate(timeout=PATIENCE_S)
@@ -103,14 +106,12 @@ def test_a_job_stopped_then_killed_goes_on_to_the_same_end(
     stopped_at = newest_step(output)
     assert stopped_at == steps_done(output) >= 13
 
-    with job(project, argv) as third:
+    with job(project, argv, address) as second:
         wait_until(lambda: steps_done(output) >= max(34, stopped_at + 1), "step 34")
-        third.send_signal(signal.SIGKILL)
+        second.send_signal(signal.SIGKILL)
     assert not (output / "model").exists()
 
-    with job(project, argv) as last:
-        _, errors = last.communicate(timeout=PATIENCE_S)
-    assert last.returncode == 0, errors
+    assert adapt(argv, output).code == 0
     assert timeless(read_metrics(output)) == timeless(uninterrupted.metrics)
     for name in ("model.safetensors", "config.json"):
         assert (output / "model" / name).read_bytes() == (uninterrupted.output / "model" / name).read_bytes()

@@ -1,0 +1,117 @@
+"""Wherever a run is killed, it goes on to the losses, batches and weights of the run that nothing befell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.training.rows import micro_steps
+from tests.actors.test_train_settings import settings
+from tests.training_runs import LEARNING_RATE, MICRO_ROWS, ROWS_PER_STEP, read_metrics, timeless
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+STEPS = 12
+KILLED = -signal.SIGKILL
+
+# (point, the how-manieth time in its process, newest checkpoint then, only at length). Checkpoints come every 3 steps,
+# a step has 5 of 12 rows in 3 micro-steps: epochs end inside the steps 3, 5, 8 and 10.
+KILLS = [
+    ("micro_step", 5, 0, True),  # in step 2, of epoch 1: nothing was kept yet
+    ("between shards", 1, 0, False),  # in the checkpoint of step 3
+    ("before the marker", 1, 0, True),
+    ("before the name", 1, 0, False),
+    ("after the name", 1, 3, False),
+    ("metrics", 2, 3, False),  # between a step's line and the checkpoint: step 5, whose rows are of two epochs
+    ("micro_step", 10, 6, False),  # in step 7: epoch 3
+    ("marker of an old one gone", 1, 9, False),  # in the removal of the checkpoint of step 3
+    ("before the model", 1, 12, True),
+]
+FORWARDS = {workers: micro_steps(ROWS_PER_STEP, workers, MICRO_ROWS) for workers in (1, 2)}
+RESIZES = [
+    {"workers": 1, "kill": ["micro_step", 4 * FORWARDS[1] + 1]},  # in step 5
+    {"workers": 2, "kill": ["micro_step", 4 * FORWARDS[2] + 1]},  # from 3, in step 8
+    {"workers": 1},  # from 6
+]
+
+
+@dataclass(frozen=True)
+class Played:
+    """The runs on one output: how each of them ended."""
+
+    output: Path
+    ends: list[dict[str, Any]]
+    errors: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.output)
+
+
+def kills(at_length: bool) -> list[tuple[str, int, int]]:
+    return [(point, count, newest) for point, count, newest, long in KILLS if at_length or not long]
+
+
+@pytest.fixture(scope="module")
+def played(
+    project: Path,
+    at_length: bool,
+    tiny_model: Path,
+    training_rows: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Played]:
+    """All runs of this file, in one process with its forks: `whole`, `killed` and `resized`."""
+    folder = tmp_path_factory.mktemp("kills")
+    plans: dict[str, list[dict[str, Any]]] = {
+        "whole": [{"workers": 1}],
+        "killed": [{"workers": 1, "kill": [point, count]} for point, count, _ in kills(at_length)] + [{"workers": 1}],
+        "resized": RESIZES,
+    }
+    told = settings(
+        model=str(tiny_model), rows=str(training_rows), output="", steps=STEPS, rows_per_step=ROWS_PER_STEP,
+        micro_rows=MICRO_ROWS, learning_rate=LEARNING_RATE, warmup_steps=5, weight_decay=0.1, dtype="float32",
+        checkpoint_every=3,
+    )  # fmt: skip
+    runs = [{"output": str(folder / name), **run} for name, plan in plans.items() for run in plan]
+    place = folder / "plan.json"
+    place.write_text(json.dumps({"settings": {**dataclasses.asdict(told), "identity": "run"}, "runs": runs}))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.kill_points", str(place)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=290)
+    ends = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"codes"')])
+    assert done.returncode == 0, done.stderr
+    return {name: Played(folder / name, [next(ends) for _ in plan], done.stderr) for name, plan in plans.items()}
+
+
+def test_a_run_killed_at_every_kind_of_moment_ends_as_if_nothing_had_happened(
+    played: dict[str, Played], at_length: bool
+) -> None:
+    whole, killed = played["whole"], played["killed"]
+    for (point, count, newest), end in zip(kills(at_length), killed.ends, strict=False):
+        assert (end["codes"], end["newest"]) == ([KILLED], newest), (point, count, killed.errors)
+    assert killed.ends[-1]["codes"] == whole.ends[0]["codes"] == [0], killed.errors
+    assert timeless(killed.metrics) == timeless(whole.metrics)
+    assert [line["step"] for line in killed.metrics] == list(range(1, STEPS + 1))
+    weights = [(one.output / "model" / "model.safetensors").read_bytes() for one in (killed, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_another_number_of_workers_goes_on_with_the_same_batches_and_losses(played: dict[str, Played]) -> None:
+    """From one worker to two and back to one, each time after a kill between checkpoints."""
+    whole, resized = played["whole"], played["resized"]
+    assert [end["newest"] for end in resized.ends] == [3, 6, STEPS], resized.errors
+    assert resized.ends[-1]["codes"] == [0], resized.errors
+    for key in ("step", "batch_hash", "supervised_tokens", "learning_rate"):
+        assert [line[key] for line in resized.metrics] == [line[key] for line in whole.metrics]
+    expected = [line["loss"] for line in whole.metrics]
+    assert [line["loss"] for line in resized.metrics] == pytest.approx(expected, abs=1e-3)
+    assert [line["grad_norm"] for line in resized.metrics] == pytest.approx(
+        [line["grad_norm"] for line in whole.metrics], rel=1e-2
+    )
+    assert sorted(path.name for path in (resized.output / "checkpoints").iterdir()) == ["step_12", "step_9"]

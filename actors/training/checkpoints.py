@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class CheckpointStore:
 
     def committed(self) -> list[Commit]:
         """Every whole checkpoint, oldest first."""
-        commits = [self._commit(name) for name in self._names("step_")]
+        commits = self.patient(lambda: [self._commit(name) for name in self._names("step_")], f"reading {self.root}")
         return sorted((c for c in commits if c is not None), key=lambda c: c.step)
 
     def newest(self, identity: Identity) -> Commit | None:
@@ -215,5 +216,10 @@ class CheckpointStore:
         if self.local:
             Path(written).rename(self.place(step))
         for old in self.committed()[: -self._keep]:
-            self._filesystem.rm_file(f"{self.place(old.step)}/{COMMIT}")
-            self._filesystem.rm(self.place(old.step), recursive=True)
+            self.patient(partial(self._remove, self.place(old.step)), f"removing {self.place(old.step)}")
+
+    def _remove(self, place: str) -> None:
+        """The marker first: what is half removed is no checkpoint."""
+        if self._filesystem.exists(f"{place}/{COMMIT}"):
+            self._filesystem.rm_file(f"{place}/{COMMIT}")
+        self._filesystem.rm(place, recursive=True)

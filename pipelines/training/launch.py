@@ -55,13 +55,13 @@ def persist(attempt: Callable[[], Exception | None], newest: Callable[[], int], 
     """Call attempt until it returns None; an exception it returns is tried again.
 
     newest: the last committed step; failures are counted anew whenever it moves. Raises JobError after more than
-    max_failures in a row; WorkersLeft that does not count is no failure.
+    max_failures in a row; a WorkersLeft that does not count is none where it brought a checkpoint.
     """
     before, failures = newest(), 0
     while (error := attempt()) is not None:
         now = newest()
-        if isinstance(error, WorkersLeft) and not error.counts:
-            before = now
+        if isinstance(error, WorkersLeft) and not error.counts and now > before:
+            before, failures = now, 0
             continue
         failures = 1 if now > before else failures + 1
         before = now

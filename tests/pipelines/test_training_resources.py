@@ -14,6 +14,7 @@ from pipelines.training.curve import draw_curves, running_mean
 from pipelines.training.launch import persist
 from pipelines.training.resources import Cluster, Placement, _provider_of, joined, place_workers
 from pipelines.training.section import TrainSection
+from pipelines.training.watch import WorkersLeft
 
 LAPTOP = Cluster(ours=True, alone=True, cloud=False, cpus=(2.0,), gpus=(0.0,))
 WORKSTATION = Cluster(ours=True, alone=True, cloud=False, cpus=(32.0,), gpus=(4.0,))
@@ -104,6 +105,15 @@ def test_failures_without_progress_end_the_job() -> None:
     with pytest.raises(JobError, match="Training failed 3 times in a row after step 5"):
         persist(script.attempt, lambda: script.committed, max_failures=2)
     assert script.attempts == 3
+
+
+def test_a_node_that_is_taken_away_is_no_failure_and_a_hung_worker_is() -> None:
+    left: list[Exception | None] = [WorkersLeft("drained", counts=False)] * 3 + [None]
+    persist(lambda: left.pop(0), lambda: 5 - len(left), max_failures=0)
+    with pytest.raises(JobError, match="Training failed 1 times"):
+        persist(lambda: WorkersLeft("drained, and nothing was saved", counts=False), lambda: 5, max_failures=0)
+    with pytest.raises(JobError, match="Training failed 1 times"):
+        persist(lambda: WorkersLeft("hung", counts=True), lambda: 5, max_failures=0)
 
 
 def test_the_curves_are_a_picture_whatever_the_lines_hold(tmp_path: Path) -> None:

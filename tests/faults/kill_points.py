@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Identity
@@ -77,6 +78,7 @@ def sabotage(trainer: Trainer, point: str, count: int) -> None:
         "micro_step": (trainer.engine, "backward", True),
         "metrics": (trainer.log, "append", True),
         "between shards": (trainer.engine.checkpoint_engine, "save", True),
+        "between uploads": (store._filesystem, "put_file", True),
         "before the marker": (store, "_publish", False),
         "before the name": (Path, "rename", False),
         "after the name": (Path, "rename", True),
@@ -144,7 +146,8 @@ def main(plan: dict[str, Any]) -> None:
     warm_up(told["model"])
     for one in plan["runs"]:
         output = one["output"]
-        Path(output).mkdir(parents=True, exist_ok=True)
+        filesystem, root = url_to_fs(output)
+        filesystem.makedirs(root, exist_ok=True)
         Fence(output, TOKEN).raise_up()
         settings = TrainSettings(**{**told, "output": output, "workers": one["workers"]})
         codes = run(settings, one.get("kill"))

@@ -41,6 +41,13 @@ RESIZES = [
     {"workers": 1},  # from 6
 ]
 
+UPLOADS = [
+    {"workers": 1, "kill": ["between uploads", 2]},  # of the checkpoint of step 3
+    {"workers": 1, "kill": ["before the marker", 2]},  # the checkpoint of step 6 is there, but for its marker
+    {"workers": 1},
+]
+OBJECT_STORE = "dir::file://"  # which the job takes for one: it is not a plain local filesystem
+
 
 @dataclass(frozen=True)
 class Played:
@@ -67,19 +74,23 @@ def played(
     training_rows: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Played]:
-    """All runs of this file, in one process with its forks: `whole`, `killed` and `resized`."""
+    """All runs of this file, in one process with its forks, by name."""
     folder = tmp_path_factory.mktemp("kills")
     plans: dict[str, list[dict[str, Any]]] = {
         "whole": [{"workers": 1}],
         "killed": [{"workers": 1, "kill": [point, count]} for point, count, _ in kills(at_length)] + [{"workers": 1}],
         "resized": RESIZES,
+        "uploaded": UPLOADS,
     }
+    scheme = {"uploaded": OBJECT_STORE}
     told = settings(
         model=str(tiny_model), rows=str(training_rows), output="", steps=STEPS, rows_per_step=ROWS_PER_STEP,
         micro_rows=MICRO_ROWS, learning_rate=LEARNING_RATE, warmup_steps=5, weight_decay=0.1, dtype="float32",
         checkpoint_every=3,
     )  # fmt: skip
-    runs = [{"output": str(folder / name), **run} for name, plan in plans.items() for run in plan]
+    runs = [
+        {"output": scheme.get(name, "") + str(folder / name), **run} for name, plan in plans.items() for run in plan
+    ]
     place = folder / "plan.json"
     place.write_text(json.dumps({"settings": {**dataclasses.asdict(told), "identity": "run"}, "runs": runs}))
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.kill_points", str(place)]
@@ -115,3 +126,13 @@ def test_another_number_of_workers_goes_on_with_the_same_batches_and_losses(play
         [line["grad_norm"] for line in whole.metrics], rel=1e-2
     )
     assert sorted(path.name for path in (resized.output / "checkpoints").iterdir()) == ["step_12", "step_9"]
+
+
+def test_a_run_killed_while_it_uploads_goes_on_from_the_checkpoint_that_has_its_marker(
+    played: dict[str, Played],
+) -> None:
+    whole, uploaded = played["whole"], played["uploaded"]
+    assert [end["newest"] for end in uploaded.ends] == [0, 3, STEPS], uploaded.errors
+    assert uploaded.ends[-1]["codes"] == [0], uploaded.errors
+    assert timeless(uploaded.metrics) == timeless(whole.metrics)
+    assert sorted(path.name for path in (uploaded.output / "checkpoints").iterdir()) == ["step_12", "step_9"]

@@ -30,7 +30,12 @@ class Upload(threading.Thread):
 
     def _put(self, path: Path) -> None:
         target = f"{self._place}/{path.relative_to(self._scratch.name).as_posix()}"
-        self._patient(lambda: self._filesystem.put_file(str(path), target), f"uploading {target}")
+
+        def put() -> None:
+            self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)  # hdfs and sftp have real folders
+            self._filesystem.put_file(str(path), target)
+
+        self._patient(put, f"uploading {target}")
 
     def finish(self) -> None:
         """Wait for the end and clear the local files. Raises what the upload came to grief by."""

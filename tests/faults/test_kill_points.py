@@ -97,7 +97,9 @@ def played(
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=290)
     ends = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"codes"')])
     assert done.returncode == 0, done.stderr
-    return {name: Played(folder / name, [next(ends) for _ in plan], done.stderr) for name, plan in plans.items()}
+    places = {name: folder / name for name in plans}
+    places["uploaded"] = Path(f"{folder}/uploaded/{folder}/uploaded")  # that filesystem counts from its own root
+    return {name: Played(places[name], [next(ends) for _ in plan], done.stderr) for name, plan in plans.items()}
 
 
 def test_a_run_killed_at_every_kind_of_moment_ends_as_if_nothing_had_happened(

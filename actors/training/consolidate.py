@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
-from actors.training.zero import TAG
+from actors.training.shards import TAG
 from model.errors import UserError
 
 DESCRIPTION = "model"

@@ -82,7 +82,9 @@ class Board:
         """Who has kept the others waiting for so long."""
         now = self._clock()
         heard = [
-            Heard(beat, now - self._heard_at[rank], now - self._moved_at[rank]) for rank, beat in self._beats.items()
+            Heard(beat, now - self._heard_at[rank], now - self._moved_at[rank])
+            for rank, beat in self._beats.items()
+            if not beat.last
         ]
         return find_hang(heard, timeout_s)
 

@@ -2,7 +2,8 @@
 
 Workers wait for each other several times a step, so when one hangs all of them stop. The one to blame is a process
 that no longer says anything (stopped, or stuck outside Python), or else the furthest behind of those that do not wait
-for others just now. A beat carries no time: only the board's clock counts.
+for others just now. Between steps (a checkpoint, an evaluation) only silence counts. A beat carries no time: only the
+board's clock counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import ray
@@ -20,31 +21,39 @@ LONGEST_PAUSE_S = 5.0
 BEATS_A_TIMEOUT = 8
 
 
+BEHIND = -1
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands: 1-based step; micro_batch 0 is reading its rows, then 1 .. micro_batches."""
+    """Where a worker stands: 1-based step; micro_batch 0 is reading its rows, then 1 .. micro_batches, then BEHIND."""
 
     step: int
     micro_batch: int
     micro_batches: int
 
     @property
+    def in_step(self) -> bool:
+        return self.micro_batch != BEHIND
+
+    @property
     def text(self) -> str:
-        if not self.micro_batch:
-            return "while reading its rows"
-        return f"in its micro-batch {self.micro_batch} of {self.micro_batches}"
+        if self.micro_batch > 0:
+            return f"in its micro-batch {self.micro_batch} of {self.micro_batches}"
+        return "while reading its rows" if self.in_step else "behind its last micro-batch"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker says now and then. place: None between steps, where nobody watches. waits: for other workers."""
+    """What a worker says now and then. waits: for other workers; last: it says no more from now on."""
 
     rank: int
     process: int
     node: str
     address: str
-    place: Place | None
+    place: Place
     waits: bool
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,21 +74,24 @@ class Hang:
 
 
 def find_hang(heard: Iterable[Heard], timeout_s: float) -> Hang | None:
-    """Who hangs in a step, if anybody does; nobody does while one worker moves or is between steps."""
+    """Who hangs, if anybody does: who is silent; or else, while all are in a step and none moves, who holds them up."""
     heard = list(heard)
-    if not heard or any(one.beat.place is None or one.still_s < timeout_s for one in heard):
-        return None
     silent = [one.beat for one in heard if one.silent_s >= timeout_s]
-    places = [place for one in heard if (place := one.beat.place) is not None]
-    last = min((place.step, place.micro_batch) for place in places)
-    behind = [one.beat for one in heard if one.beat.place and (one.beat.place.step, one.beat.place.micro_batch) == last]
-    busy = [beat for beat in behind if not beat.waits]
-    return _hang(silent or busy or behind, timeout_s)
+    if silent:
+        return _hang(silent, timeout_s)
+    if not heard or any(not one.beat.place.in_step or one.still_s < timeout_s for one in heard):
+        return None
+    last = min(_order(one.beat) for one in heard)
+    behind = [one.beat for one in heard if _order(one.beat) == last]
+    return _hang([beat for beat in behind if not beat.waits] or behind, timeout_s)
+
+
+def _order(beat: Beat) -> tuple[int, int]:
+    return beat.place.step, beat.place.micro_batch
 
 
 def _hang(beats: list[Beat], timeout_s: float) -> Hang:
     place = beats[0].place
-    assert place is not None
     who = ", ".join(f"{beat.rank} (process {beat.process} on {beat.address})" for beat in beats)
     noun, verb = ("worker", "hangs") if len(beats) == 1 else ("workers", "hang")
     return Hang(tuple(beats), f"Step {place.step} has not moved for {timeout_s:g} s: {noun} {who} {verb} {place.text}.")
@@ -93,7 +105,7 @@ class Heart(threading.Thread):
         self._rank, self._tell = rank, tell
         self._pause_s = min(timeout_s / BEATS_A_TIMEOUT, LONGEST_PAUSE_S)
         self._thread = threading.get_ident()
-        self._place: Place | None = None
+        self._place = Place(0, BEHIND, 0)
         self._ended = threading.Event()
         context = ray.get_runtime_context() if ray.is_initialized() else None
         self._node = context.get_node_id() if context else ""
@@ -105,7 +117,7 @@ class Heart(threading.Thread):
 
     def rest(self) -> None:
         """The thread is between steps: told at once, so that a long save is not taken for a hang."""
-        self._place = None
+        self._place = replace(self._place, micro_batch=BEHIND)
         self._beat()
 
     def run(self) -> None:
@@ -118,10 +130,12 @@ class Heart(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self.join()
+        self._beat(last=True)
 
-    def _beat(self) -> None:
+    def _beat(self, *, last: bool = False) -> None:
         waits = waits_for_others(self._thread)
-        self._tell(Beat(self._rank, os.getpid(), self._node, self._address, self._place, waits))
+        self._tell(Beat(self._rank, os.getpid(), self._node, self._address, self._place, waits, last))
 
 
 def waits_for_others(thread: int) -> bool:

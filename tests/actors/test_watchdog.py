@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from actors.training.board import Board
-from actors.training.watchdog import Beat, Heart, Place, waits_for_others
+from actors.training.watchdog import BEHIND, Beat, Heart, Place, waits_for_others
 
 TIMEOUT_S = 10.0
 
@@ -32,12 +31,14 @@ class Workers:
     def __init__(self) -> None:
         self.clock = Clock()
         self.board = Board({}, self.clock)
-        self.places: list[Place | None] = [Place(7, 2, 3), Place(7, 2, 3)]
+        self.places = [Place(7, 2, 3), Place(7, 2, 3)]
         self.waits = [False, False]
+        self.last = False
 
     def beat(self, *ranks: int) -> None:
         for rank in ranks:
-            self.board.beat(Beat(rank, 40 + rank, "n", "10.0.0.5", self.places[rank], self.waits[rank]))
+            beat = Beat(rank, 40 + rank, "n", "10.0.0.5", self.places[rank], self.waits[rank], self.last)
+            self.board.beat(beat)
 
     def pass_s(self, seconds: float, *ranks: int) -> None:
         """Time passes while the workers of these ranks go on beating."""
@@ -61,6 +62,16 @@ def test_a_process_that_says_nothing_any_more_is_named_with_its_step_and_rank() 
     assert workers.message == (
         "Step 7 has not moved for 10 s: worker 1 (process 41 on 10.0.0.5) hangs in its micro-batch 2 of 3."
     )
+
+
+def test_a_process_stopped_between_two_steps_is_named_too() -> None:
+    workers = Workers()
+    workers.places[1] = Place(7, BEHIND, 3)
+    workers.beat(0, 1)
+    workers.pass_s(10, 0)
+    assert workers.message is not None
+    assert "Step 7 has not moved for 10 s: worker 1 (process 41" in workers.message
+    assert workers.message.endswith("hangs behind its last micro-batch.")
 
 
 def test_of_those_that_beat_the_furthest_behind_is_named() -> None:
@@ -90,9 +101,13 @@ def test_nobody_hangs_while_one_moves_or_is_between_steps() -> None:
         workers.places[0] = Place(7, micro_batch, 30)
         workers.pass_s(1, 0, 1)
         assert workers.message is None
-    workers.places[0] = None
+    workers.places = [Place(7, BEHIND, 30)] * 2
     workers.pass_s(60, 0, 1)
     assert workers.message is None, "a checkpoint may take as long as it takes"
+    workers.last = True
+    workers.beat(0, 1)
+    workers.clock.now += 60
+    assert workers.message is None, "those that have ended owe no sign of life"
     assert Workers().message is None, "nobody has been heard yet"
 
 
@@ -110,9 +125,9 @@ def test_a_heart_tells_where_its_thread_stands_and_rests_at_once() -> None:
         assert heard.wait(30)
         assert told[-1].place == Place(7, 0, 2)
         heart.rest()
-        assert told[-1].place is None
-    assert (told[-1].rank, told[-1].waits) == (3, False)
-    assert replace(told[-1], place=None) == told[-1]
+        assert told[-1].place == Place(7, BEHIND, 2)
+        assert (told[-1].rank, told[-1].waits, told[-1].last) == (3, False, False)
+    assert told[-1].last
 
 
 def test_a_thread_inside_a_collective_is_seen_to_wait(tmp_path: Path) -> None:

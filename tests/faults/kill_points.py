@@ -2,7 +2,7 @@
 
     python -m tests.faults.kill_points PLAN.json
 
-PLAN.json: {"settings": {...}, "runs": [{"output": "...", "workers": 1, "kill": ["micro_step", 4]}, ...]}. A run ends by
+PLAN.json: {"settings": {overrides}, "runs": [{"output": "...", "workers": 1, "kill": ["micro_step", 4]}, ...]}. A run ends by
 SIGKILL at its point (or well, without one) and the next one on the same output goes on. A line of JSON a run tells how
 its processes ended. Everything is imported once, before the first fork.
 """
@@ -32,6 +32,7 @@ from actors.training.watchdog import Beat
 from actors.training.zero import build_extension
 from model.backbone import load_backbone
 from model.errors import JobError, UserError
+from tests.actors.test_train_settings import settings
 
 KILLED = -signal.SIGKILL
 TOKEN = "test"
@@ -89,10 +90,10 @@ def sabotage(trainer: Trainer, point: str, count: int) -> None:
     kill_at(owner, name, count, after=after)
 
 
-def worker(settings: TrainSettings, rank: int, world: int, meeting: str, kill: list[Any] | None) -> None:
+def worker(told: TrainSettings, rank: int, world: int, meeting: str, kill: list[Any] | None) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    trainer = Trainer(settings, Ranks.join(rank, world, rank), Mute(), TOKEN)
+    trainer = Trainer(told, Ranks.join(rank, world, rank), Mute(), TOKEN)
     if kill is not None and rank == world - 1:
         sabotage(trainer, *kill)
     trainer.run()
@@ -116,12 +117,12 @@ def forked(action: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def run(settings: TrainSettings, kill: list[Any] | None) -> list[int]:
+def run(told: TrainSettings, kill: list[Any] | None) -> list[int]:
     """Exit codes by rank; when one rank has died the others are killed, as Ray does."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"{folder}/meeting"
-        world = settings.workers
-        pids = [forked(lambda rank=rank: worker(settings, rank, world, meeting, kill)) for rank in range(world)]  # type: ignore[misc]
+        world = told.workers
+        pids = [forked(lambda rank=rank: worker(told, rank, world, meeting, kill)) for rank in range(world)]  # type: ignore[misc]
         codes: dict[int, int] = {}
         while len(codes) < world:
             pid, status = os.wait()
@@ -142,15 +143,14 @@ def warm_up(model: str) -> None:
 
 
 def main(plan: dict[str, Any]) -> None:
-    told = {**plan["settings"], "identity": Identity(plan["settings"]["identity"])}
+    told = {**plan["settings"], "identity": Identity("run")}
     warm_up(told["model"])
     for one in plan["runs"]:
         output = one["output"]
         filesystem, root = url_to_fs(output)
         filesystem.makedirs(root, exist_ok=True)
         Fence(output, TOKEN).raise_up()
-        settings = TrainSettings(**{**told, "output": output, "workers": one["workers"]})
-        codes = run(settings, one.get("kill"))
+        codes = run(settings(**{**told, "output": output, "workers": one["workers"]}), one.get("kill"))
         newest = max((commit.step for commit in CheckpointStore(output, keep=1).committed()), default=0)
         print(json.dumps({"codes": codes, "newest": newest}), flush=True)
 

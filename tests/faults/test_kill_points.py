@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from actors.training.rows import micro_steps
-from tests.actors.test_train_settings import settings
 from tests.training_runs import LEARNING_RATE, MICRO_ROWS, ROWS_PER_STEP, read_metrics, timeless
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -83,16 +81,15 @@ def played(
         "uploaded": UPLOADS,
     }
     scheme = {"uploaded": OBJECT_STORE}
-    told = settings(
-        model=str(tiny_model), rows=str(training_rows), output="", steps=STEPS, rows_per_step=ROWS_PER_STEP,
-        micro_rows=MICRO_ROWS, learning_rate=LEARNING_RATE, warmup_steps=5, weight_decay=0.1, dtype="float32",
-        checkpoint_every=3,
-    )  # fmt: skip
-    runs = [
-        {"output": scheme.get(name, "") + str(folder / name), **run} for name, plan in plans.items() for run in plan
-    ]
+    told = {
+        "model": str(tiny_model), "rows": str(training_rows), "steps": STEPS, "rows_per_step": ROWS_PER_STEP,
+        "micro_rows": MICRO_ROWS, "learning_rate": LEARNING_RATE, "warmup_steps": 5, "weight_decay": 0.1,
+        "dtype": "float32", "checkpoint_every": 3,
+    }  # fmt: skip
+    outputs = {name: scheme.get(name, "") + str(folder / name) for name in plans}
+    runs = [{"output": outputs[name], **run} for name, plan in plans.items() for run in plan]
     place = folder / "plan.json"
-    place.write_text(json.dumps({"settings": {**dataclasses.asdict(told), "identity": "run"}, "runs": runs}))
+    place.write_text(json.dumps({"settings": told, "runs": runs}))
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.kill_points", str(place)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=290)
     ends = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"codes"')])

@@ -2,7 +2,7 @@
 
     python -m tests.faults.kill_points PLAN.json
 
-PLAN.json: {"settings": {...}, "runs": [{"output": "...", "workers": 1, "kill": ["micro_step", 4]}, ...]}, where settings
+PLAN.json: {"settings": {...}, "runs": [{"output": "out", "workers": 1, "kill": ["micro_step", 4]}]}, where settings
 differ from those of the settings' test. A run ends by SIGKILL at its point (or well, without one) and the next one on
 the same output goes on. A line of JSON a run tells how its processes ended. Everything is imported once, before the
 first fork.

@@ -44,9 +44,9 @@ class Watch:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY_S
-        if self.left is None:
+        if self.left is None or not self.left.counts:
             self._look_for_hang()
-        elif self.left.counts and now > self._ended_at + END_WITHIN_S:
+        elif now > self._ended_at + END_WITHIN_S:
             raise JobError(f"{self.left} It could not be ended either: see to that node.")
         if self.left is None:
             self._look_for_drain()

@@ -108,6 +108,7 @@ class EventFiles:
             return
         self._fence.check()
         self.flush()
+        self._filesystem.makedirs(self._place, exist_ok=True)
         for path in Path(self._folder).iterdir():
             self._filesystem.put_file(str(path), f"{self._place}/{path.name}")
 

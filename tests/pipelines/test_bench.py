@@ -39,12 +39,16 @@ def bench(name: str, output: Path, *words: object) -> dict[str, Any]:
     return content
 
 
+TRAIN = [
+    "--dtype", "float32", "--length", 128, "--block_size", 16, "--rows", 2, "--rounds", 2, "--layers", 0, 1,
+    "--memory", "false", "--shares", "false",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def train_result(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("bench") / "train.json"
-    small = ["--length", 128, "--block_size", 16, "--rows", 2, "--rounds", 2, "--layers", 0, 1]
-    small += ["--memory", "false", "--shares", "false"]
-    bench("train", output, "--model", tiny_model, "--dtype", "float32", *small)
+    bench("train", output, "--model", tiny_model, *TRAIN)
     return output
 
 
@@ -191,8 +195,7 @@ def test_the_page_of_results_holds_machine_date_and_every_ratio(train_result: Pa
 def test_a_finished_bench_shows_its_table_again(
     train_result: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--length", "128", "--block_size", "16", "--rows", "2", "--rounds", "2", "--layers", "0", "1"]
-    words = ["--model", str(tiny_model), "--dtype", "float32", *small]
+    words = [str(word) for word in (*TRAIN, "--model", tiny_model)]
     assert start(["train", "--output", str(train_result), *words]) == 0
     assert "remove it to measure again" in capsys.readouterr().out
 

@@ -42,7 +42,7 @@ def measure_memory(
     """Peaks of the job on data of several object stores."""
     _start_ray(config)
     workers = max(config.workers)
-    _job(config, setting, repeated(setting.files, folder, 1), folder / "warm", workers)
+    _job(config, setting, repeated(setting.files, folder, 1), folder / "warm-memory", workers)
     table = []
     for stores in config.stores:
         data = repeated(setting.files, folder, int(stores * config.object_store_mib * MIB))

@@ -34,8 +34,10 @@ class Args(BaseModel):
 class DecodeArgs(Args):
     """How blocks are opened where a request does not say (its `diffusion` object)."""
 
-    mode: Literal["diffusion", "ar", "auto"] | None = Field(
-        None, description="auto: by load, whichever answers sooner; absent: diffusion where the model was adapted"
+    mode: Literal["diffusion", "ar", "lossless", "auto"] | None = Field(
+        None,
+        description="auto: by load, whichever answers sooner; lossless: ar's answer, drafted in blocks and verified; "
+        "absent: diffusion where the model was adapted",
     )
     policy: str = Field("threshold", description="reveal rule")
     threshold: float | None = Field(None, gt=0, le=1, description="confidence above which threshold reveals; 0.9")

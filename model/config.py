@@ -16,7 +16,7 @@ from model.errors import UserError
 
 CONFIG_KEY = "block_diffusion"
 METHODS = ("fast_dllm_v2",)
-MODES = ("diffusion", "ar", "auto")
+MODES = ("diffusion", "ar", "lossless", "auto")
 REFRESHES = ("always", "sub_block", "every:N")
 FUSED = ("off", "masked_head", "speculative")
 FUSED_DEFAULT = "speculative"  # token for token as "off", in fewer forwards
@@ -102,8 +102,9 @@ def check_sub_block(sub_block_size: int, block_size: int) -> None:
 class DecodeConfig:
     """How one request wants its blocks opened. None means the model's or the policy's default.
 
-    mode: "diffusion" (blocks), "ar" (same weights, causal, token by token), or "auto", whichever of the two the engine
-    expects to answer sooner at its present load ("ar" for a model that was not adapted).
+    mode: "diffusion" (blocks), "ar" (same weights, causal, token by token), "lossless" (AR mode's answer, from drafts
+    written as blocks that AR mode verifies), or "auto", whichever of the first two the engine expects to answer sooner
+    at its present load ("ar" for a model that was not adapted).
     policy: a name in `model.decoding.policies.POLICIES`. Its parameters, each refused with a policy that does not take
     it (`check_policy`): threshold, a probability in (0, 1]; steps, denoising steps of a block; factor and budget, above
     0; gamma, a probability for `dimple` and `budgeted`, nats for `entropy`.

@@ -99,8 +99,11 @@ def mixed_requests() -> list[GenerationRequest]:
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.9, "seed": 9, "logprobs": 20},
         {"logit_bias": ((40, 5.0), (41, -100.0)), "repetition_penalty": 0.8, "logprobs": 0, "fused": "masked_head"},
         {"mode": "ar", "repetition_penalty": 1.2, "frequency_penalty": -0.5, "min_p": 0.05, "temperature": 1.1},
+        {"mode": "lossless", "policy": "threshold"},
+        {"mode": "lossless", "temperature": 1.2, "seed": 10, "fused": "speculative", "logprobs": 1},
+        {"mode": "lossless", "temperature": 1.5, "top_p": 0.9, "seed": 11, "fused": "speculative"},
     ]
-    lengths = [*EDGES, 40, 61, *EDGES[1:6], *EDGES, 33, 60]
+    lengths = [*EDGES, 40, 61, *EDGES[1:6], *EDGES, 33, 60, 9, 16, 35]
     return [
         make_request(f"r{i}", prompt_of(n, i), 5 + 3 * i % 20, **k)
         for i, (n, k) in enumerate(zip(lengths, kinds, strict=True))

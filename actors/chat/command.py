@@ -23,7 +23,7 @@ from actors.chat.view import CanvasView, printable
 from model.errors import JobError, UserError
 
 KEY_VARIABLE = "BLOCKCAST_API_KEY"
-MODES = ("diffusion", "ar", "auto")
+MODES = ("diffusion", "ar", "lossless", "auto")
 PROMPT = "> "
 FRAMES_PER_S = 15
 HELP = """\

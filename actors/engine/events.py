@@ -27,7 +27,8 @@ class Canvas:
     """For requests with `trace`: what one forward decided, in the block that starts at `block_start`.
 
     Positions count from the prompt's first token; every one from `prompt_tokens` on is in one canvas only. A commit or
-    the prompt's last chunk decides one at most. block_size and sub_block_size are 1 where tokens come one by one.
+    the prompt's last chunk decides one at most. block_size and sub_block_size are 1 where tokens come one by one; in
+    lossless mode block_size is how many the forward decided.
     """
 
     id: str

@@ -152,6 +152,8 @@ class Engine:
                 query_tokens=counters.query_tokens,
                 query_tokens_by_phase=dict(counters.query_tokens_by_phase),
                 committed_tokens=counters.committed_tokens,
+                drafted_tokens=counters.drafted_tokens,
+                accepted_tokens=counters.accepted_tokens,
                 pages_used=pool.used,
                 pages_cached=pool.cached,
                 pages_free=pool.free,
@@ -417,7 +419,7 @@ def _canvas(outcome: Outcome) -> Canvas:
         row.request.id,
         block_start=outcome.block_start,
         reveals=outcome.reveals,
-        block_size=row.block_size,
+        block_size=max(row.block_size, len(outcome.reveals)) if row.causal else row.block_size,
         sub_block_size=row.sub_block_size,
         prompt_tokens=row.prompt_length,
     )

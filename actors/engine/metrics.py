@@ -34,6 +34,8 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("blockcast_committed_tokens", "Tokens whose keys and values stay in the cache.", lambda s: s.committed_tokens),
+    ("blockcast_drafted_tokens", "Tokens of drafts that lossless mode verified.", lambda s: s.drafted_tokens),
+    ("blockcast_accepted_tokens", "Of these: tokens that stood.", lambda s: s.accepted_tokens),
     ("blockcast_prefix_hits", "Cache pages that a new request found ready.", lambda s: s.prefix_hits),
     ("blockcast_preemptions", "Rows that lost their pages to an older one.", lambda s: s.preemptions),
     ("blockcast_round_seconds", "Seconds in rounds.", lambda s: s.round_s),

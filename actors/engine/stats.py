@@ -23,9 +23,10 @@ MIXES = tuple(mix_of(some) for size in range(1, len(PHASES) + 1) for some in com
 @dataclass(frozen=True)
 class EngineStats:
     """A moment of the engine. forwards: row-forwards by phase; rounds_by_mix: rounds by the phases of their rows (see
-    `mix_of`); prefix_hits: pages found in the prefix cache; preemptions: rows that lost their pages; pages_cached count
-    as free. Sums and seconds are since the start; forward_s is the part of round_s that packing, the model's forwards
-    and the choices took, model_s the model's forwards alone.
+    `mix_of`); prefix_hits: pages found in the prefix cache; preemptions: rows that lost their pages;
+    drafted_tokens, accepted_tokens: of lossless mode, tokens that were verified and those of them that stood;
+    pages_cached count as free. Sums and seconds are since the start; forward_s is the part of round_s that packing, the
+    model's forwards and the choices took, model_s the model's forwards alone.
     """
 
     running: int
@@ -36,6 +37,8 @@ class EngineStats:
     query_tokens: int
     query_tokens_by_phase: dict[str, int]
     committed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     pages_used: int
     pages_cached: int
     pages_free: int
@@ -53,6 +56,8 @@ class Counters:
     rounds: int = 0
     query_tokens: int = 0
     committed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     round_s: float = 0.0
     forward_s: float = 0.0
@@ -70,8 +75,10 @@ class Counters:
             self.forwards[outcome.phase.value] += 1
             self.query_tokens += len(turn.query)
             self.query_tokens_by_phase[outcome.phase.value] += len(turn.query)
-            if outcome.error is None and turn.query.phase is Phase.COMMIT:
-                self.committed_tokens += turn.query.keep - turn.query.start
+            if turn.query.phase is not Phase.PREFILL:
+                self.committed_tokens += outcome.committed
+            self.drafted_tokens += outcome.drafted
+            self.accepted_tokens += outcome.accepted
 
 
 def answer_tokens(turns: Sequence[Turn], outcomes: Sequence[Outcome]) -> tuple[int, int]:

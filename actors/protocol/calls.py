@@ -187,13 +187,13 @@ def derived_seed(seed: int, prompt_id: str) -> int:
 
 def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) -> DecodeConfig:
     """The choice of a server or a job, if its model can follow it; raises UserError where it cannot."""
-    if decode.mode == "ar":
+    if decode.mode in ("ar", "lossless"):
         _refuse_block_choices(decode)
     if decode.mode == "auto" and adapted is None:
         return decode
     if decode.mode != "ar":
         if adapted is None:
-            raise UserError(f"decode.mode diffusion: {NOT_ADAPTED}: set decode.mode ar, or give an adapted model.")
+            raise UserError(f"decode.mode {decode.mode}: {NOT_ADAPTED}: set decode.mode ar, or give an adapted model.")
         try:
             check_policy(decode)
         except UserError as error:
@@ -203,10 +203,10 @@ def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) ->
 
 
 def _refuse_block_choices(decode: DecodeConfig) -> None:
-    """Token by token nothing is opened: a choice of how would be ignored."""
+    """The answer is AR mode's, no policy opens anything: a choice of how would be ignored."""
     for name in ("threshold", "steps", "factor", "gamma", "budget", "sub_block_size"):
         if getattr(decode, name) is not None:
-            raise UserError(f"decode.{name} has no effect with decode.mode ar: leave it out.")
+            raise UserError(f"decode.{name} has no effect with decode.mode {decode.mode}: leave it out.")
 
 
 def decode_config(
@@ -220,12 +220,16 @@ def decode_config(
     if mode not in MODES:
         raise RequestError(f"diffusion.mode must be one of {', '.join(MODES)}, not {mode!r}.", param="diffusion.mode")
     if mode == "ar" or (mode == "auto" and adapted is None):
-        return _ar_config(given, adapted)
+        _refuse_all_but(("mode",), given, "mode 'ar'" if adapted else "a model that was not adapted to write blocks")
+        return DecodeConfig(mode="ar")
     if adapted is None:
         raise RequestError(
-            f"diffusion.mode 'diffusion': {NOT_ADAPTED}: send mode 'ar', or ask an adapted model.",
+            f"diffusion.mode {mode!r}: {NOT_ADAPTED}: send mode 'ar', or ask an adapted model.",
             param="diffusion.mode",
         )
+    if mode == "lossless":
+        _refuse_all_but(("mode", "fused"), given, "mode 'lossless'")
+        return _chosen(DecodeConfig(mode=mode, fused=default.fused), given)
     if given.get("policy", default.policy) != default.policy:  # its parameters mean nothing to another policy
         kept = {name: getattr(default, name) for name in ("sub_block_size", "refresh", "fused")}
         default = DecodeConfig(**kept)
@@ -235,12 +239,10 @@ def decode_config(
     return chosen
 
 
-def _ar_config(given: Mapping[str, Any], adapted: BlockDiffusionConfig | None) -> DecodeConfig:
+def _refuse_all_but(names: tuple[str, ...], given: Mapping[str, Any], why: str) -> None:
     for name in given:
-        if name != "mode":
-            why = "mode 'ar'" if adapted is not None else "a model that was not adapted to write blocks"
+        if name not in names:
             raise RequestError(f"diffusion.{name} has no effect with {why}: leave it out.", param=f"diffusion.{name}")
-    return DecodeConfig(mode="ar")
 
 
 def _chosen(default: DecodeConfig, given: Mapping[str, Any]) -> DecodeConfig:

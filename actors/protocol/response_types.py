@@ -99,13 +99,16 @@ class Forwards(Exact):
 class DiffusionFigures(Exact):
     """How the answer came about. tokens_per_forward: completion tokens over denoise and commit forwards.
 
-    Of several choices at once: their sums; mode "mixed" where they differ.
+    Of several choices at once: their sums; mode "mixed" where they differ. Only with mode "lossless": drafted_tokens,
+    tokens that were verified, and accepted_tokens, those of them that stood.
     """
 
-    mode: Literal["diffusion", "ar", "mixed"]
+    mode: Literal["diffusion", "ar", "lossless", "mixed"]
     forwards: Forwards
     tokens_per_forward: float
     steps_per_block: list[int]
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
 
 class TopLogprob(Exact):

@@ -32,6 +32,8 @@ class Totals:
     forwards: dict[str, int]
     steps_per_block: list[int]
     finish_reason: str
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @staticmethod
     def of(results: Sequence[GenerationResult]) -> Totals:
@@ -46,6 +48,8 @@ class Totals:
             forwards={phase: sum(result.forwards[phase] for result in results) for phase in first.forwards},
             steps_per_block=[steps for result in results for steps in result.steps_per_block],
             finish_reason="stop" if reasons == {"stop"} else "length",
+            drafted_tokens=sum(result.drafted_tokens for result in results),
+            accepted_tokens=sum(result.accepted_tokens for result in results),
         )
 
     @property
@@ -55,13 +59,17 @@ class Totals:
 
 
 def diffusion_figures(result: GenerationResult | Totals) -> dict[str, Any]:
-    """How the answer came about: the forwards its row took part in, and the denoising steps of each block."""
-    return {
+    """How the answer came about: the forwards its row took part in, and the denoising steps of each block; in lossless
+    mode also how many drafted tokens were verified, and how many stood."""
+    figures = {
         "mode": result.mode,
         "forwards": dict(result.forwards),
         "tokens_per_forward": result.tokens_per_forward,
         "steps_per_block": list(result.steps_per_block),
     }
+    if result.mode == "lossless":
+        figures |= {"drafted_tokens": result.drafted_tokens, "accepted_tokens": result.accepted_tokens}
+    return figures
 
 
 def usage(result: Totals) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Tracer:
         if prefilled > begun:
             prompt = {"prompt_tokens": result.prompt_tokens, "cached_tokens": result.cached_tokens} if result else {}
             self._span("prefill", parent, begun, prefilled, prompt)
-        if result is not None and result.mode == "ar":
+        if result is not None and result.mode in ("ar", "lossless"):
             self._span("decode", parent, prefilled, timeline.ended_ns, {"tokens": result.completion_tokens})
         for index, block in enumerate(timeline.blocks):
             self._span("block", parent, block.begin_ns, block.end_ns, {"block": index, "steps": block.steps})

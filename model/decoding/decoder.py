@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from model.backbone import Backbone
 from model.cache import BlockCache
 from model.decoding.choices import Choices, decide
+from model.decoding.lossless import Draft, LosslessRow
 from model.decoding.packing import Packed, Slots, Turn, pack
 from model.decoding.requests import GenerationRequest, check_request
-from model.decoding.row import MASKED, Phase, Reveal, Row
+from model.decoding.row import MASKED, Phase, Query, Reveal, Row
 from model.decoding.static_forward import StaticForward
 from model.errors import UserError
 from model.kernels.fused import FusedForward
@@ -33,13 +34,15 @@ from model.pages import Key, chain_keys
 PAGE_SIZE = 32  # of a model that was not adapted
 WEIGHTS = ("model", "int8")
 FORMAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+PIECES = 2  # of attention that a row has in a forward, at most
 DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a turn did. phase: as it is counted; reveals: the positions decided, with confidences, of the block that
-    begins at block_start; error: why the row cannot go on.
+    begins at block_start; error: why the row cannot go on. committed: tokens whose keys and values stay from now on.
+    drafted, accepted (lossless mode): tokens that were verified, and those of them that stood.
     """
 
     row: Row
@@ -47,6 +50,9 @@ class Outcome:
     reveals: tuple[Reveal, ...] = ()
     block_start: int = 0
     error: str | None = None
+    committed: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Decoder:
@@ -97,7 +103,7 @@ class Decoder:
         self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
-        self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
+        self.static_forward = StaticForward(model, self.cache, PIECES * rows) if model.device.type == "cuda" else None
         self.model_s = 0.0
         self.most_tokens = self.most_logits = 0
         if self.fused is not None:
@@ -123,12 +129,15 @@ class Decoder:
         backbone = self.backbone
         if not request.prompt_ids:
             request = replace(request, prompt_ids=(int(backbone.tokenizer.bos_token_id),))
+        if request.decode.mode == "lossless":
+            assert backbone.block_diffusion is not None, "check_request refuses it without a block-diffusion model"
+            return LosslessRow(request, self.max_length, backbone.block_diffusion, backbone.tokenizer)
         return Row(request, self.max_length, backbone.block_diffusion, backbone.tokenizer)
 
     def pages_to_admit(self, row: Row) -> int:
         """Pages that a row without pages takes from the available ones to encode what it must and begin its block."""
         found = self._find(row)
-        total = self.cache.pages_for(min(row.encode_until + row.block_size, row.end))
+        total = self.cache.pages_for(row.reach)
         return total - len(found) + self.cache.pool.needed(found)
 
     def admit(self, row: Row) -> None:
@@ -168,7 +177,7 @@ class Decoder:
 
     def salts(self) -> dict[str, Key]:
         """The first key of the chains in the prefix cache, by decoding mode."""
-        salts = {"ar": self._salt(1)}
+        salts = {"ar": self._salt(1), "lossless": self._salt(1)}
         if self.backbone.block_diffusion is not None:
             salts["diffusion"] = self._salt(self.backbone.block_diffusion.block_size)
         return salts
@@ -267,14 +276,39 @@ def _apply(turn: Turn, slots: Slots, choices: Choices, mine: range) -> Outcome:
         where = int(slots.position[mine[0]])
         why = f"The model's logits are not finite at position {where}: its weights may be damaged."
         return Outcome(row, query.phase, error=why)
+    before = row.committed
     opened = [
         Reveal(int(slots.position[i]), int(choices.token[i]), float(choices.confidence[i]), choices.logprobs.get(i))
         for i in mine
         if choices.opens[i]
     ]
+    if isinstance(row, LosslessRow):
+        return _apply_lossless(row, query, opened, _draft(query, choices, slots, mine))
     head = opened.pop(0) if query.head else None
     guess = int(choices.token[mine[-1]]) if query.guess else None
     counted = row.apply(query, head, opened, guess)
     phase = Phase.DENOISE if counted else query.phase
     revealed = counted if head is None else (head, *counted)
-    return Outcome(row, phase, revealed, query.block_start)
+    return Outcome(row, phase, revealed, query.block_start, committed=row.committed - before)
+
+
+def _apply_lossless(row: LosslessRow, query: Query, written: Sequence[Reveal], draft: Draft) -> Outcome:
+    before, accepted = row.committed, row.accepted
+    counted = row.verify(query, written, draft)
+    return Outcome(
+        row,
+        query.phase,
+        counted,
+        query.block_start,
+        committed=row.committed - before,
+        drafted=query.drafted,
+        accepted=row.accepted - accepted,
+    )
+
+
+def _draft(query: Query, choices: Choices, slots: Slots, mine: range) -> Draft:
+    """What the turn's masks drafted."""
+    if not query.drafts:
+        return Draft()
+    drafted = mine[len(mine) - query.drafts :]
+    return Draft(choices.token[drafted.start : drafted.stop], choices.drafted_from.get(int(slots.turn[mine[0]])))

@@ -39,7 +39,8 @@ class Slots:
     """N slots of all rows of a round that are decided from a logit, as parallel int64 arrays [N], in turn order.
 
     turn: index of the row's turn. read: packed index whose logit predicts the slot. column: place in the working block;
-    HEAD for a block's first slot, which is decided outright; GUESS for the first slot of the block behind, not decided.
+    HEAD for a block's first slot, which is decided outright, and for every verified one (lossless mode); GUESS for the
+    first slot of the block behind, not decided; DRAFT for a token that lossless mode drafts.
     """
 
     turn: np.ndarray
@@ -49,10 +50,15 @@ class Slots:
 
     HEAD = -1
     GUESS = -2
+    DRAFT = -3
 
     @property
     def head(self) -> np.ndarray:
         return self.column == self.HEAD
+
+    @property
+    def drafted(self) -> np.ndarray:
+        return self.column == self.DRAFT
 
     @property
     def denoised(self) -> np.ndarray:
@@ -84,7 +90,8 @@ def pack(turns: Sequence[Turn], cache: BlockCache) -> Packed:
     where = [cache.where(table, span) for table, span in zip(tables, spans, strict=True)]
     slots = [_slots(i, turn.query, int(offsets[i])) for i, turn in enumerate(turns)] or [(NONE, NONE, NONE, NONE)]
     joined = Slots(*(np.concatenate(column) for column in zip(*slots, strict=True)))
-    pieces = [_piece(turn, int(offset), table) for turn, offset, table in zip(turns, offsets[:-1], tables, strict=True)]
+    members = zip(turns, offsets[:-1], tables, strict=True)
+    pieces = [piece for turn, offset, table in members for piece in _pieces(turn, int(offset), table)]
     return Packed(
         ids=_padded_tensor([turn.query.ids for turn in turns], cache.device, at_least=1)[None],
         positions=_padded_tensor(spans, cache.device, at_least=1)[None],
@@ -94,24 +101,32 @@ def pack(turns: Sequence[Turn], cache: BlockCache) -> Packed:
     )
 
 
-def _piece(turn: Turn, offset: int, table: np.ndarray) -> Piece:
-    """A row's attention. A sub-block's query sees its whole working block, which lies in the cache behind it."""
+def _pieces(turn: Turn, offset: int, table: np.ndarray) -> list[Piece]:
+    """A row's attention. A sub-block's query sees its whole working block, which lies in the cache behind it; masks
+    that draft see each other and all before them, the clean tokens there only what AR mode sees."""
     row, query = turn.row, turn.query
+    if query.drafts:
+        clean = query.keep - query.start
+        masks = Piece(offset + clean, query.drafts, query.keep, query.end, query.end, table)
+        return [Piece(offset, clean, query.start, query.keep, row.block_size, table), masks]
     visible = max(query.end, row.block_end) if len(query.candidates) else query.end
-    return Piece(offset, len(query), query.start, visible, row.block_size, table)
+    return [Piece(offset, len(query), query.start, visible, row.block_size, table)]
 
 
 def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
-    """(turn, read, position, column) of the slots that a turn decides from: head, candidates, guess."""
+    """(turn, read, position, column) of a turn's slots: verified ones and head, candidates, guess, drafts."""
     positions = [query.candidates]
     columns = [query.candidates - query.block_start]
     assert not len(query.candidates) or query.candidates[0] > query.start, "the logit before a slot must be there"
     if query.head:
-        positions.insert(0, np.array([query.keep]))
-        columns.insert(0, np.array([Slots.HEAD]))
+        positions.insert(0, np.arange(query.keep - query.drafted, query.keep + 1))
+        columns.insert(0, np.full(query.drafted + 1, Slots.HEAD))
     if query.guess:
         positions.append(np.array([query.end]))
         columns.append(np.array([Slots.GUESS]))
+    if query.drafts:
+        positions.append(np.arange(query.keep + 1, query.end + 1))
+        columns.append(np.full(query.drafts, Slots.DRAFT))
     position = np.concatenate(positions)
     return np.full(len(position), index), offset + position - 1 - query.start, position, np.concatenate(columns)
 

@@ -120,8 +120,9 @@ class GenerationRequest:
 
     @property
     def fused(self) -> str:
-        """The commit form the row runs: AR rows have nothing to fuse, and penalties must know a block's first token."""
-        return "off" if self.decode.mode == "ar" or self.sampling.penalises else self.decode.fused
+        """The commit form of a row that writes blocks: AR and lossless rows have nothing to fuse here, and penalties
+        must know a block's first token."""
+        return "off" if self.decode.mode in ("ar", "lossless") or self.sampling.penalises else self.decode.fused
 
     def __post_init__(self) -> None:
         inside = self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS
@@ -139,7 +140,9 @@ class GenerationResult:
     forwards: forwards the row took part in, by phase ("prefill", "denoise", "commit"); an AR step counts as a commit,
     it is one of a block of one token, and a forward that fused a commit with a step counts as that step.
     steps_per_block: denoising steps of each block that needed any. cached_tokens: of the prompt, not encoded again.
-    mode: "diffusion" or "ar", which "auto" chose where it was asked.
+    mode: "diffusion", "ar" or "lossless"; what "auto" chose where it was asked.
+    drafted_tokens, accepted_tokens (lossless mode): tokens that were verified, and those of them that stood. There a
+    forward that only drafts counts as "denoise", one that verifies as "commit".
     logprobs: one for each of token_ids, None where the request did not ask.
     """
 
@@ -153,6 +156,8 @@ class GenerationResult:
     cached_tokens: int = 0
     mode: str = "diffusion"
     logprobs: tuple[TokenLogprob, ...] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check(self.finish_reason in ("stop", "length"), f"finish_reason {self.finish_reason!r} is not known.")
@@ -190,14 +195,16 @@ def check_request(
         request.max_tokens <= room,
         f"max_tokens {request.max_tokens} and a prompt of {length} tokens exceed {max_length}: ask for at most {room}.",
     )
-    if request.decode.mode == "diffusion" or (request.decode.mode == "auto" and block_diffusion is not None):
+    if request.decode.mode in ("diffusion", "lossless") or (
+        request.decode.mode == "auto" and block_diffusion is not None
+    ):
         _check_diffusion(request.decode, block_diffusion)
 
 
 def _check_diffusion(decode: DecodeConfig, block_diffusion: BlockDiffusionConfig | None) -> None:
     if block_diffusion is None:
         raise UserError(
-            'mode "diffusion" needs a model adapted to write blocks, and this one is not '
+            f'mode "{decode.mode}" needs a model adapted to write blocks, and this one is not '
             '(no "block_diffusion" in its config.json): use mode "ar", or adapt it first.'
         )
     check_policy(decode)

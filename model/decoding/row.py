@@ -18,7 +18,8 @@ fused, the clean tokens of a commit (or the prompt's last chunk) and the canvas 
 The slot at `keep`, decided from the logit before it in that same forward, is not known to the canvas: it stays masked
 (`masked_head`), or holds a guess (`speculative`) and the denoising counts only if the guess was right.
 
-AR mode is the same machine with blocks of one token: every step commits one and decides the next. A row that loses its
+AR mode is the same machine with blocks of one token: every step commits one and decides the next; lossless mode
+(`model.decoding.lossless`) decides several where its drafts were right. A row that loses its
 pages (`preempt`) keeps its tokens and encodes them again; one with a sub-block cache also runs its last refresh again.
 """
 
@@ -69,6 +70,8 @@ class Query:
     the policy chooses from, of the block that begins at `block_start`; step and steps_left: denoising steps which that
     block has had, and which its policy's budget grants; progress: the decided share of that block. guess: the
     last logit also guesses position `end`. assumed: the guess that stands at `keep` in the canvas.
+    drafted, drafts (lossless mode): clean tokens before `keep` that this forward verifies; tokens that the canvas
+    drafts, for the positions behind `keep`.
     """
 
     phase: Phase
@@ -84,6 +87,8 @@ class Query:
     progress: float = 0.0
     guess: bool = False
     assumed: int | None = None
+    drafted: int = 0
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         assert self.start <= self.keep or self.phase is Phase.DENOISE
@@ -161,6 +166,11 @@ class Row:
     @property
     def block_end(self) -> int:
         return min(self.committed + self.block_size, self.end)
+
+    @property
+    def reach(self) -> int:
+        """Where the row's first decoding forward ends."""
+        return min(self.encode_until + self.block_size, self.end)
 
     @property
     def phase(self) -> Phase:
@@ -391,9 +401,9 @@ class Row:
 
 
 def _sizes(request: GenerationRequest, block_diffusion: BlockDiffusionConfig | None) -> tuple[int, int]:
-    """(block, sub-block) in tokens; AR mode decodes blocks of one."""
+    """(block, sub-block) in tokens; AR mode decodes blocks of one, and lossless mode like it."""
     assert request.decode.mode != "auto", "the engine chooses before it makes a row"
-    if request.decode.mode == "ar":
+    if request.decode.mode in ("ar", "lossless"):
         return 1, 1
     assert block_diffusion is not None, "check_request refuses diffusion without a block-diffusion model"
     return block_diffusion.block_size, request.decode.sub_block_size or block_diffusion.sub_block_size

@@ -152,20 +152,33 @@ def _tempered(logits: Tensor, how: Draws) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)) / how.temperature[:, None].to(logits.dtype)
 
 
-def _invert(weight: Tensor, how: Draws) -> Tensor:
-    """Index [M] where the cumulative weight passes the slot's uniform number; weight float64 [M, V], not negative."""
+def invert(weight: Tensor, point: Tensor) -> Tensor:
+    """Index int64 [M] where the cumulative weight [M, V], float64 and not negative, passes `point` [M] in [0, 1)."""
     cumulative = weight.cumsum(-1)
-    point = uniform(how.seed, how.position, how.step)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, point, right=True).clamp_(max=weight.shape[1] - 1)
+    found = torch.searchsorted(cumulative, point[:, None] * cumulative[:, -1:], right=True)
+    return found.clamp_(max=weight.shape[1] - 1)[:, 0]
+
+
+def _noise(how: Draws) -> Tensor:
+    return uniform(how.seed, how.position, how.step)
 
 
 def _draw_plain(logits: Tensor, how: Draws) -> Tensor:
-    return _invert(_tempered(logits, how).double().exp_(), how)[:, 0]
+    return invert(_tempered(logits, how).double().exp_(), _noise(how))
 
 
 def _draw_cut(logits: Tensor, how: Draws) -> Tensor:
     weight, order = _cut(logits, how)
-    return order.gather(-1, _invert(weight, how))[:, 0]
+    return order.gather(-1, invert(weight, _noise(how))[:, None])[:, 0]
+
+
+def distributions(logits: Tensor, how: Draws, *, cuts: bool) -> Tensor:
+    """What `how` draws from, float32 [M, V] in the vocabulary's order; logits [M, V]. cuts: as `SlotSampling.cut`."""
+    if not cuts:
+        return _tempered(logits, how).double().softmax(-1).float()
+    weight, order = _cut(logits, how)
+    weight /= weight.sum(-1, keepdim=True)
+    return torch.zeros_like(weight).scatter_(-1, order, weight).float()
 
 
 def _cut(logits: Tensor, how: Draws) -> tuple[Tensor, Tensor]:

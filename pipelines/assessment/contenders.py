@@ -1,7 +1,7 @@
 """Who is compared: a contender is a model folder, the role it plays, and a way to decode it.
 
 The base and the control decode token by token. An adapted model competes with itself: in AR mode, and writing blocks
-once for each threshold, so that the weights are the same and only the decoding differs.
+once for each threshold (or in lossless mode), so that the weights are the same and only the decoding differs.
 """
 
 from __future__ import annotations
@@ -71,14 +71,17 @@ def make_contenders(
 ) -> list[Contender]:
     """Every subject in AR mode, the adapted one also writing blocks, as `decode` and `thresholds` say.
 
-    thresholds None: once, as `decode` says. Raises UserError for blocks asked of a model that was not adapted.
+    thresholds None: once, as `decode` says; in lossless mode there are none. Raises UserError for blocks asked of a
+    model that was not adapted.
     """
     contenders = []
     for subject in subjects:
         main = subject.role in ("adapted", "model")
         if not main or decode.mode != "diffusion":
             contenders.append(Contender(f"{subject.role}, AR", subject, AR))
-        if main and _writes_blocks(subject, decode, thresholds):
+        if main and decode.mode == "lossless":
+            contenders.append(_lossless(subject, decode, thresholds))
+        elif main and _writes_blocks(subject, decode, thresholds):
             contenders += [
                 Contender(f"{subject.role}, blocks {_policy_text(one)}", subject, one)
                 for one in _block_configs(subject, decode, thresholds)
@@ -87,6 +90,13 @@ def make_contenders(
     if len(set(labels)) < len(labels):
         raise UserError("--thresholds names a threshold twice: give each once.")
     return contenders
+
+
+def _lossless(subject: Subject, decode: DecodeSection, thresholds: Sequence[float] | None) -> Contender:
+    if thresholds is not None:
+        raise UserError("--thresholds has no effect with --decode.mode lossless: leave one of them out.")
+    asked = check_default(decode.decode_config(adapted=True), subject.block_diffusion)
+    return Contender(f"{subject.role}, lossless", subject, asked)
 
 
 def _writes_blocks(subject: Subject, decode: DecodeSection, thresholds: Sequence[float] | None) -> bool:

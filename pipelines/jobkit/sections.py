@@ -136,10 +136,11 @@ class DecodeSection(Section):
     sub_block_size: int | None = Field(
         None, ge=1, description="tokens denoised together, a divisor of the block; null means the checkpoint's"
     )
-    mode: Literal["diffusion", "ar", "auto"] | None = Field(
+    mode: Literal["diffusion", "ar", "lossless", "auto"] | None = Field(
         None,
-        description="diffusion (blocks), ar (token by token), or auto (by load, whichever answers sooner: answers may "
-        "differ from run to run); null means diffusion where the model was adapted",
+        description="diffusion (blocks), ar (token by token), lossless (the answer of ar, drafted as blocks and "
+        "verified), or auto (by load, whichever of the first two answers sooner: answers may differ from run to run); "
+        "null means diffusion where the model was adapted",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="number format of the forward pass")
 

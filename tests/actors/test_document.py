@@ -72,7 +72,7 @@ VALUES: list[tuple[str, Any]] = [
     *(("user", v) for v in (None, "", "kim", 5, {})),
     *(
         ("diffusion", v)
-        for v in (None, {}, {"policy": "factor"}, {"policy": "x"}, {"mode": "lossless"}, {"mode": "ar"})
+        for v in (None, {}, {"policy": "factor"}, {"policy": "x"}, {"mode": "x"}, {"mode": "lossless"}, {"mode": "ar"})
     ),
     *(("diffusion", {"refresh": v}) for v in (None, "always", "sub_block", "every:2", "every:0", "never", "every:-1")),
     *(("diffusion", {"fused": v}) for v in (None, "off", "on", True)),

@@ -34,7 +34,6 @@ from model.pages import Key, chain_keys
 PAGE_SIZE = 32  # of a model that was not adapted
 WEIGHTS = ("model", "int8")
 FORMAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-PIECES = 2  # of attention that a row has in a forward, at most
 DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
 
@@ -103,7 +102,7 @@ class Decoder:
         self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
-        self.static_forward = StaticForward(model, self.cache, PIECES * rows) if model.device.type == "cuda" else None
+        self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
         self.model_s = 0.0
         self.most_tokens = self.most_logits = 0
         if self.fused is not None:

@@ -19,6 +19,7 @@ from model.decoding.plan import DecodePlan, Piece
 from model.decoding.row import Query, Row
 
 ROUND_TO = 4
+PIECES = 2  # of attention that a row has in a forward, at most
 NONE = np.zeros(0, dtype=np.int64)
 
 

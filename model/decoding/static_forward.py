@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from model.attention import compiled_flex
 from model.cache import BlockCache
-from model.decoding.packing import Packed
+from model.decoding.packing import PIECES, Packed
 from model.decoding.plan import Piece
 
 SMALLEST = 16  # query tokens of the smallest bucket
@@ -40,7 +40,7 @@ def bucket(count: int, smallest: int = SMALLEST) -> int:
 
 @dataclass
 class Buffers:
-    """The tensors of one bucket: T query tokens, N slots that need a logit, R rows, P pages of the pool."""
+    """The tensors of one bucket: T query tokens, N slots that need a logit, R pieces, P pages of the pool."""
 
     ids: Tensor
     positions: Tensor
@@ -166,7 +166,7 @@ class FlexPlan:
 
 
 class StaticForward:
-    """The model's forward by buckets. `rows`: the most pieces a round has. On CUDA each bucket becomes a graph."""
+    """The model's forward by buckets. `rows`: the most rows a round has. On CUDA each bucket becomes a graph."""
 
     def __init__(self, model: PreTrainedModel, cache: BlockCache, rows: int) -> None:
         self._model = model
@@ -186,7 +186,7 @@ class StaticForward:
         return run.forward()[: len(packed.slots.read)]
 
     def _make(self, tokens: int, slots: int) -> _Run:
-        buffers = Buffers.allocate(tokens, slots, self._rows, self._cache.pool.total, self._cache.device)
+        buffers = Buffers.allocate(tokens, slots, PIECES * self._rows, self._cache.pool.total, self._cache.device)
         buffers.row.fill_(-1)
         buffers.where.fill_(self._cache.scratch)
         plan = FlexPlan(self._cache, buffers, self._attention())

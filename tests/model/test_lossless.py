@@ -218,7 +218,9 @@ def chain(table: Tensor, first: int, length: int, temperature: float) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize("kind", [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.999999, "fused": "speculative"}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.999999, "fused": "speculative"}], ids=str
+)
 def test_drawn_answers_are_distributed_as_ar_mode_s(kind: dict[str, Any]) -> None:
     """Chi-square of all answers of four tokens against their exact probabilities."""
     backbone, count = bigram_backbone(), 3000

@@ -1,5 +1,5 @@
-"""One request at a time: AR and every block decoder of ours, transformers `generate`, the control; tokens/s and exact
-match on held-out tasks.
+"""One request at a time: AR, lossless and every block decoder of ours, transformers `generate`, the control; tokens/s
+and exact match on held-out tasks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pipelines.benches.result import device_name
 from pipelines.benches.timing import Times
 
 GENERATE, GENERATE_PACKED = "transformers generate", "transformers generate, packed products"
+LOSSLESS_NAME = "lossless"  # its column "equal to AR" must say 1
 FUSED = ("off", "masked_head", "speculative")
 REFRESHES = ("always", "sub_block")
 
@@ -53,7 +54,7 @@ def _name(policy: str, fused: str, refresh: str) -> str:
 
 def measure_single(setting: Setting) -> PartResult:
     """All contestants on the same questions; `points`: of exact match, 100 being all, above AR's."""
-    decoders = {AR_NAME: AR, **block_decoders(setting)}
+    decoders = {AR_NAME: AR, LOSSLESS_NAME: DecodeConfig(mode="lossless"), **block_decoders(setting)}
     engine = setting.engine(setting.requests(AR), 1)
     contestants: dict[str, Contestant] = {}
     for name, decode in decoders.items():

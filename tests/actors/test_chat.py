@@ -133,7 +133,7 @@ def test_orders_change_the_conversation_and_an_unknown_one_is_explained() -> Non
     order(conversation, "/mode ar")
     order(conversation, "/new")
     assert conversation.mode == "ar" and conversation.turns == []
-    assert "/mode diffusion|ar|auto" in order(conversation, "/mode fast")
+    assert "/mode diffusion|ar|lossless|auto" in order(conversation, "/mode fast")
     assert conversation.mode == "ar"
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from actors.training.rows import RowFormat
 from model.backbone import load_backbone
 from model.corruption import IGNORED
+from model.errors import UserError
 from model.objective import held_out_loss, make_objective
 from pipelines.assess import AssessConfig, plan, run
 from pipelines.assessment.contenders import find_subjects, make_contenders
@@ -214,6 +215,22 @@ def test_before_and_after_differ_by_the_weights_alone(assessed: Assessed) -> Non
     assert base["next_token"] == pytest.approx(adapted["next_token"], abs=0.05)
     assert base["supervised_tokens"] == adapted["supervised_tokens"] > 100
     assert base["masked"] != adapted["masked"]
+
+
+def test_in_lossless_mode_the_adapted_model_competes_with_its_ar_mode_and_answers_the_same(
+    tiny_adapted_model: Path, tmp_path: Path
+) -> None:
+    subjects = find_subjects(str(tiny_adapted_model), None, None)
+    contenders = make_contenders(subjects, DecodeSection(mode="lossless"), None)
+    assert [(c.label, c.decode.mode) for c in contenders] == [("adapted, AR", "ar"), ("adapted, lossless", "lossless")]
+    measure(
+        contenders, task_questions(3, 0, 8), Settings("float32", "cpu", max_rows=2, seed=0), Journal(tmp_path / "j")
+    )
+    lines = [json.loads(line)["value"]["answers"] for line in (tmp_path / "j").read_text().splitlines()]
+    ar, lossless = ([answer["token_ids"] for answer in answers] for answers in lines)
+    assert ar == lossless
+    with pytest.raises(UserError, match="--thresholds has no effect with --decode.mode lossless"):
+        make_contenders(subjects, DecodeSection(mode="lossless"), [0.9])
 
 
 # ------------------------------------------------------------------------------------------------- going on

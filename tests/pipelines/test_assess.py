@@ -229,7 +229,7 @@ def test_in_lossless_mode_the_adapted_model_competes_with_its_ar_mode_and_answer
     lines = [json.loads(line)["value"]["answers"] for line in (tmp_path / "j").read_text().splitlines()]
     ar, lossless = ([answer["token_ids"] for answer in answers] for answers in lines)
     assert ar == lossless
-    with pytest.raises(UserError, match="--thresholds has no effect with --decode.mode lossless"):
+    with pytest.raises(UserError, match=r"--thresholds has no effect with --decode\.mode lossless"):
         make_contenders(subjects, DecodeSection(mode="lossless"), [0.9])
 
 

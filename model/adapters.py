@@ -33,7 +33,7 @@ def merge_adapter(model: PreTrainedModel, source: str | Path) -> PreTrainedModel
         from peft import PeftModel
     except ImportError as error:
         raise UserError("Adapters need the package peft: pip install 'blockcast[adapters]'.") from error
-    folder = fetch_model(source)
+    folder = fetch_model(source, "The adapter")
     _check(folder)
     try:
         with torch.no_grad():
@@ -69,7 +69,7 @@ def save_adapter(
 
 def adapter_block_diffusion(source: str | Path) -> BlockDiffusionConfig | None:
     """The block-diffusion entry of an adapter that was trained here; None for another."""
-    path = fetch_model(source) / BLOCK_DIFFUSION
+    path = fetch_model(source, "The adapter") / BLOCK_DIFFUSION
     try:
         return BlockDiffusionConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -79,8 +79,10 @@ def adapter_block_diffusion(source: str | Path) -> BlockDiffusionConfig | None:
 
 
 def adapter_revision(source: str | Path) -> str:
-    """Short hash of an adapter's weights."""
-    return hashlib.blake2b((fetch_model(source) / WEIGHTS).read_bytes(), digest_size=8).hexdigest()
+    """Short hash of an adapter's weights. Raises UserError for a folder that holds no LoRA adapter."""
+    folder = fetch_model(source, "The adapter")
+    _check(folder)
+    return hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=8).hexdigest()
 
 
 def _check(folder: Path) -> None:

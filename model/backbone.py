@@ -111,7 +111,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except StrictDataclassError as error:
         raise _bad_value(folder / "config.json", error) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: no tokenizer could be loaded ({first_line(error)})") from error
 
 
@@ -135,11 +135,13 @@ def read_architecture(folder: Path) -> PreTrainedConfig:
 def _read_values(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no config.json: give the folder of a Hugging Face model.") from error
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is not readable JSON: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(values).__name__}: it describes no model.")
     return values
 
 
@@ -152,7 +154,7 @@ def _base_config(values: dict[str, Any], folder: Path) -> PreTrainedConfig:
         return config
     except StrictDataclassError as error:
         raise _bad_value(path, error) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise UserError(f"{path} describes no model that transformers knows: {first_line(error)}") from error
 
 
@@ -178,9 +180,14 @@ def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def revision_of(folder: Path) -> str:
-    """Short hash of the config and of every weight file's header, size and edges (not of gigabytes of content)."""
+    """Short hash of the config and of every weight file's header, size and edges (not of gigabytes of content).
+
+    Raises UserError where a weight file's name leads to no file.
+    """
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
     for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            raise UserError(f"{path} is no file that can be read (a link that leads nowhere?): restore the weights.")
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(1 << 20)

@@ -25,22 +25,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("BLOCKCAST_CACHE") or Path(home) / "blockcast")
 
 
-def fetch_model(source: str | Path) -> Path:
-    """Local folder of a model. source: folder, fsspec URI (`scheme://...`) or Hub id (`owner/name`).
+def fetch_model(source: str | Path, key: str = "--model") -> Path:
+    """Local folder of a model. source: folder, fsspec URI (`scheme://...`) or Hub id (`owner/name`). key: what an
+    error calls it.
 
     Raises UserError when nothing usable is there, JobError when the network failed.
     """
     text = str(source)
     if "://" in text:
-        return _fetch_uri(text)
+        return _fetch_uri(text, PATTERNS, key)
     path = Path(text).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"--model {text} is a file: give the folder that holds config.json and the safetensors.")
+        raise UserError(f"{key} {text} is a file: give the folder that holds config.json and the safetensors.")
     if text.count("/") == 1 and not text.startswith(("/", ".", "~")):
-        return _fetch_hub(text)
-    raise UserError(f"--model {text}: there is no such folder.")
+        return _fetch_hub(text, PATTERNS, key)
+    raise UserError(f"{key} {text}: there is no such folder.")
 
 
 def fetch_config(source: str | Path) -> Path:
@@ -51,7 +52,7 @@ def fetch_config(source: str | Path) -> Path:
     return _fetch_uri(text, CONFIGS) if "://" in text else _fetch_hub(text, CONFIGS)
 
 
-def _fetch_hub(repo_id: str, patterns: Sequence[str] = PATTERNS) -> Path:
+def _fetch_hub(repo_id: str, patterns: Sequence[str] = PATTERNS, key: str = "--model") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -64,13 +65,13 @@ def _fetch_hub(repo_id: str, patterns: Sequence[str] = PATTERNS) -> Path:
         return Path(snapshot_download(repo_id, allow_patterns=list(patterns)))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"--model {repo_id} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)."
+            f"{key} {repo_id} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)."
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise JobError(f"Could not fetch {repo_id} from the Hub: {first_line(error)}") from error
 
 
-def _fetch_uri(uri: str, patterns: Sequence[str] = PATTERNS) -> Path:
+def _fetch_uri(uri: str, patterns: Sequence[str] = PATTERNS, key: str = "--model") -> Path:
     """Download a folder once per machine: into a temporary folder, then renamed into the cache."""
     import fsspec
 
@@ -82,9 +83,9 @@ def _fetch_uri(uri: str, patterns: Sequence[str] = PATTERNS) -> Path:
         system, root = fsspec.core.url_to_fs(uri)
         names = [n for n in system.ls(root, detail=False) if any(Path(n).match(p) for p in patterns)]
     except FileNotFoundError as error:
-        raise UserError(f"--model {uri}: there is no such folder.") from error
+        raise UserError(f"{key} {uri}: there is no such folder.") from error
     except (ValueError, ImportError) as error:
-        raise UserError(f"--model {uri}: {first_line(error)}") from error
+        raise UserError(f"{key} {uri}: {first_line(error)}") from error
     except OSError as error:
         raise JobError(f"Could not read {uri}: {first_line(error)}") from error
     target.parent.mkdir(parents=True, exist_ok=True)

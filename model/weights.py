@@ -40,7 +40,7 @@ def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
             )
     except SafetensorError as error:
         raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{folder}: the weights could not be loaded: {first_line(error)}") from error
     _refuse_mismatch(folder, info)
     loaded: PreTrainedModel = model

@@ -149,17 +149,17 @@ def _inputs(config: AdaptConfig, base: str) -> dict[str, str]:
     described, _ = read_config(folder, load_tokenizer(folder))
     inputs = {"the base model": revision_of(folder)}
     if not _is_rows(config.data):
-        _check_length(config.pack.context_length, context_length_of(described), base)
+        check_length(config.pack.context_length, context_length_of(described), base)
         return inputs
     packed = PackedRows(config.data[0])
     _check_pack(config, packed)
-    _check_length(packed.format.context_length, context_length_of(described), base)
+    check_length(packed.format.context_length, context_length_of(described), base)
     if config.held_out:
         raise UserError(f"{config.data[0]} is packed already: leave --held_out out, or give the chats.")
     return inputs | hash_inputs(packed.inputs)
 
 
-def _check_length(context_length: int, positions: int, base: str) -> None:
+def check_length(context_length: int, positions: int, base: str) -> None:
     """Raises UserError for rows in which a document may be longer than the model can count."""
     if context_length > positions:
         raise UserError(

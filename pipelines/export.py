@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from actors.training.checkpoints import COMMIT
+from actors.training.checkpoints import COMMIT, FOLDER
 from actors.training.consolidate import is_checkpoint, open_checkpoint
 from model.adapters import adapter_revision
 from model.backbone import DTYPES, Backbone, load_backbone, read_architecture, revision_of
@@ -82,6 +82,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
     with OutputFolder(str(config.output), job="export", config=config, inputs=_inputs(config)) as output:
         if output.finished is None:
             try:
+                _refuse_foreign(output)
                 output.finish(_export(config, output))
             except UserError:
                 output.forget()
@@ -101,6 +102,21 @@ def plan(config: ExportConfig) -> dict[str, Any]:
         return {"source": "model" if step is None else f"checkpoint of step {step}", "class": kind[0]}
 
 
+def _refuse_foreign(output: OutputFolder) -> None:
+    """Raises UserError where the output holds something that no export put there, such as the model itself."""
+    if output.resumed:
+        return
+    names = [
+        str(place).rstrip("/").rpartition("/")[2] for place in output.filesystem.ls(output.place(""), detail=False)
+    ]
+    foreign = sorted(name for name in names if not name.startswith("."))
+    if foreign:
+        raise UserError(
+            f"--output {output.target} holds {foreign[0]}, which no export wrote and this one might overwrite: name an "
+            "empty or a new folder."
+        )
+
+
 def _source_of(config: ExportConfig) -> str:
     if config.data:
         raise UserError("export reads --model, not --data: leave --data out.")
@@ -110,6 +126,11 @@ def _source_of(config: ExportConfig) -> str:
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
         raise UserError(
             f"--model {config.model} is the output of adapt: give its model/ or one of its checkpoints/step_N."
+        )
+    if folder.parent.name == FOLDER and folder.is_dir() and not (folder / COMMIT).is_file():
+        raise UserError(
+            f"--model {config.model} holds no {COMMIT}: its run did not finish writing this checkpoint; "
+            "take an earlier one, or run adapt again."
         )
     if (folder / TWO_TOWER).is_file():
         raise UserError(f"--model {config.model} holds two towers: export its context/ or its denoiser/.")

@@ -20,13 +20,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from model.errors import JobError, UserError
-from pipelines.adapt import AdaptConfig
+from pipelines.adapt import AdaptConfig, check_length
 from pipelines.jobkit import NOT_IDENTITY, OutputFolder, PackConfig, Section, main
+from pipelines.jobkit.identity import hash_file
 from pipelines.planning.forecast import Assumed, Forecast, forecast, largest_micro_rows, remedies
 from pipelines.planning.hardware import Cluster, HardwareSection, cluster_of
 from pipelines.planning.published import EFFICIENCY, OVERLAP
 from pipelines.planning.report import as_dict, markdown, print_plan
-from pipelines.planning.shape import shape_of
+from pipelines.planning.shape import config_folder, shape_of
 from pipelines.planning.told import setup_of, streams_of
 from pipelines.training.section import TrainSection
 
@@ -108,6 +109,8 @@ def _forecast(config: PlanConfig) -> tuple[Forecast, Cluster]:
     if workers is not None and workers != cluster.workers:
         print(f"plan: for {cluster.workers} workers ({cluster.text}), not train.workers {workers}.", file=sys.stderr)
     shape = shape_of(config.model)
+    if shape.context_length:
+        check_length(config.pack.context_length, shape.context_length, config.model)
     setup = setup_of(
         config, shape, cluster, streams=config.assume.streams or streams_of(config), predicted=config.assume.predicted
     )
@@ -127,7 +130,8 @@ def _print(config: PlanConfig, content: dict[str, Any]) -> None:
 
 
 def _write(config: PlanConfig, content: dict[str, Any]) -> None:
-    with OutputFolder(str(config.output), job="plan", config=config) as output:
+    read = {"config.json": hash_file(str(config_folder(str(config.model)) / "config.json"))}
+    with OutputFolder(str(config.output), job="plan", config=config, inputs=read) as output:
         if output.finished is None:
             with output.stage("plan.json") as path:
                 path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -89,7 +89,7 @@ class MixtureConfig(Section):
     tokens: int | None = Field(
         None, ge=1, description="training tokens in all; null: as many as mixture.repeat passes over the sources allow"
     )
-    repeat: float = Field(1.0, gt=0, description="most passes over a source; above 1 its documents come again")
+    repeat: float = Field(1.0, gt=0, le=1000, description="most passes over a source; above 1 its documents come again")
 
     @model_validator(mode="after")
     def _weights_are_shares(self) -> MixtureConfig:

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,14 @@ from torch import Tensor
 from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
 from actors.training.shards import TAG
 from model.errors import UserError
+from model.sources import first_line
 
 DESCRIPTION = "model"
 WHOLE_MODULE = "mp_rank_00_model_states.pt"  # DeepSpeed's name, where every rank has all weights
 WRAPPED = "causal_lm."  # the name of the network inside TrainingModel
 LORA = "lora.json"
 BASE, FACTOR = ".base_layer.", ".lora_"
+DAMAGED = (RuntimeError, ValueError, OSError, EOFError, KeyError, IndexError, pickle.UnpicklingError)
 DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -112,7 +115,12 @@ def read_weights(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     shards = Path(folder, TAG)
-    found = _master_copy(folder) if _is_shared_out(shards) else _load(shards / WHOLE_MODULE)["module"]
+    try:
+        found = _master_copy(folder) if _is_shared_out(shards) else _load(shards / WHOLE_MODULE)["module"]
+    except DAMAGED as error:
+        raise UserError(
+            f"{folder} is damaged, its shards cannot be read ({first_line(error)}): take another checkpoint."
+        ) from error
     whole: dict[int, Tensor] = {}
     for name, tensor in found.items():
         if id(tensor) not in whole:  # tied weights are one object under two names

@@ -89,6 +89,9 @@ def _find(source: str) -> list[InputFile]:
         raise UserError(f"--data {source} cannot be opened: {error}.") from None
     except PermissionError:
         raise UserError(f"--data {source} cannot be read: permission denied.") from None
+    except OSError as error:
+        reason = (error.strerror or str(error) or type(error).__name__).splitlines()[0]
+        raise (JobError if "://" in source else UserError)(f"--data {source} cannot be read: {reason}.") from None
     if not found:
         endings = f"{', '.join(JSON_LINES)} or {PARQUET}"
         raise UserError(f"--data {source}: there is no such file, or no {endings} file in it.")

@@ -21,6 +21,7 @@ from pipelines.jobkit.sections import JobConfig
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+SHOWN = 200  # characters of a wrong value
 RULES = {
     "int_parsing": "it must be a whole number",
     "int_type": "it must be a whole number",
@@ -28,6 +29,8 @@ RULES = {
     "float_parsing": "it must be a number",
     "float_type": "it must be a number",
     "finite_number": "it must be a finite number",
+    "too_short": "it must have at least {min_length} value",
+    "int_parsing_size": "it is too large",
     "bool_parsing": "it must be true or false",
     "bool_type": "it must be true or false",
     "string_type": "it must be text",
@@ -84,6 +87,8 @@ def read_yaml(path: str) -> dict[str, Any]:
         content = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise UserError(f"The config file {path} is not valid YAML: {_yaml_problem(error)}.") from None
+    except RecursionError:
+        raise UserError(f"The config file {path} is nested too deeply to be one of a job.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -205,12 +210,13 @@ def _sentence(error: ValidationError, settings: Settings, known: Mapping[str, Ke
 
 
 def _shown(value: Any) -> str:
-    """A value as it was written: numbers bare although a command line gives text."""
+    """A value as it was written: numbers bare although a command line gives text; of a long one the beginning."""
     try:
         float(value)
-    except (TypeError, ValueError):
-        return repr(value)
-    return str(value)
+        text = str(value)
+    except (TypeError, ValueError, OverflowError):
+        text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _path_of(location: tuple[int | str, ...], known: Mapping[str, Key]) -> str:

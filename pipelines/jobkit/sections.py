@@ -7,14 +7,15 @@ batch width) is marked with `NOT_IDENTITY`: changing it does not stop a job from
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from model.config import FUSED_DEFAULT, DecodeConfig, check_sub_block
 from pipelines.jobkit.keys import section_type
 
 NOT_IDENTITY: dict[str, Any] = {"identity": False}
+LARGEST = 2**63 - 1  # what counters, files and tensors hold
 
 
 class Section(BaseModel):
@@ -28,6 +29,13 @@ class Section(BaseModel):
         for name, field in cls.model_fields.items():
             if not field.description and section_type(field.annotation) is None:
                 raise TypeError(f"{cls.__name__}.{name} needs a description: it is what --help shows")
+
+    @model_validator(mode="after")
+    def _numbers_are_countable(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}")
+        return self
 
 
 class JobConfig(Section):
@@ -48,6 +56,14 @@ class JobConfig(Section):
         json_schema_extra=NOT_IDENTITY,
     )
     seed: int = Field(0, ge=0, description="seed of every random draw of this job")
+
+    @field_validator("model", "data", "output")
+    @classmethod
+    def _is_named(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        """An empty word, as an unset variable of a shell leaves it, would mean the folder that the job starts in."""
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise ValueError("it must not be empty text")
+        return value
 
 
 class ReadConfig(Section):

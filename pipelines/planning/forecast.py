@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -97,8 +98,12 @@ def largest_micro_rows(shape: Shape, setup: Setup, cluster: Cluster) -> int:
     """Rows in one forward that fit, at most a worker's share of a step; 0 where not even one does."""
     budget = cluster.gpu.memory_gb * GB
     most = max(1, -(-setup.rows_per_step // setup.workers))
-    fitting = (n for n in range(most, 0, -1) if memory_of(shape, replace(setup, micro_rows=n)).peak <= budget)
-    return next(fitting, 0)
+    # so many fit before the first that does not: the peak never falls with more rows
+    return bisect_left(range(1, most + 1), True, key=lambda rows: _peak(shape, setup, rows) > budget)
+
+
+def _peak(shape: Shape, setup: Setup, micro_rows: int) -> float:
+    return memory_of(shape, replace(setup, micro_rows=micro_rows)).peak
 
 
 @dataclass(frozen=True)

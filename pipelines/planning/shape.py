@@ -6,6 +6,7 @@ Letters: H hidden width, A query heads x head width, KV the same of the key head
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from model.backbone import read_architecture
 from model.errors import UserError
-from model.sources import fetch_config
+from model.sources import fetch_config, first_line
 from pipelines.planning import known
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -66,18 +67,33 @@ def shape_of(source: str) -> Shape:
 
     Raises UserError where there is no config, or one that describes no decoder.
     """
-    folder = known.folder_of(source) or fetch_config(source)
-    return shape_of_config(read_architecture(folder), source)
+    return shape_of_config(read_architecture(config_folder(source)), source)
+
+
+def config_folder(source: str) -> Path:
+    """The folder with the config.json of a model."""
+    return known.folder_of(source) or fetch_config(source)
 
 
 def shape_of_config(config: PreTrainedConfig, name: str) -> Shape:
     """The shape of a transformers config. Raises UserError where it describes no causal decoder."""
-    text = config.get_text_config()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{name}: transformers makes no causal language model of its config.json.") from error
+    except (ValueError, KeyError, RuntimeError, ArithmeticError) as error:
+        raise UserError(
+            f"{name}: transformers makes no causal language model of its config.json ({first_line(error)})."
+        ) from error
+    try:
+        return _measured(model, config.get_text_config(), name)
+    except AttributeError as error:
+        raise UserError(
+            f"{name}: plan knows decoders that are laid out like Llama and Qwen, not {config.model_type} "
+            f"({first_line(error)})."
+        ) from error
+
+
+def _measured(model: Any, text: Any, name: str) -> Shape:
     head_width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     key_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     embedding = model.get_input_embeddings().weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.training.checkpoints import Identity
 from actors.training.settings import CPU_BUCKET, TrainSettings
 from model.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
+from model.errors import UserError
 from pipelines.adapt import AdaptConfig
 from pipelines.planning.hardware import Cluster
 from pipelines.planning.setup import LIVE_PARAMETERS, REDUCE_BUCKET, STREAMS, WIDTH, Setup
@@ -19,9 +20,9 @@ def streams_of(config: AdaptConfig) -> float:
 
 
 def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: float, predicted: float) -> Setup:
-    """The layout of an adapt run on a cluster of GPUs. Raises UserError where DeepSpeed could not offload so."""
+    """The layout of an adapt run on a cluster of GPUs. Raises UserError for what adapt would refuse."""
     train = config.train
-    worker_keys(train)["offload"].check(device="cuda", zero_stage=train.zero_stage)
+    _check(config, cluster)
     return Setup(
         workers=cluster.workers,
         cuda=True,
@@ -42,6 +43,22 @@ def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: fl
     )
 
 
+def _check(config: AdaptConfig, cluster: Cluster) -> None:
+    """The same check that a run's driver makes before it starts workers."""
+    TrainSettings(
+        model="",
+        rows="",
+        output="",
+        identity=Identity(""),
+        objective=config.objective,
+        seed=config.seed,
+        device="cuda",
+        workers=cluster.workers,
+        threads=1,
+        **worker_keys(config.train),
+    ).check()
+
+
 def _micro_rows(train: TrainSection, row_cost: float) -> int:
     """Rows in a forward; of a token budget as many whole rows as it holds, and one at least."""
     return train.micro_rows if train.micro_tokens is None else max(1, int(train.micro_tokens // row_cost))
@@ -52,7 +69,12 @@ def _trainable(train: TrainSection, shape: Shape) -> float:
     if train.lora is None:
         return 1.0
     ends = shape.linear_ends
-    chosen = list(ends) if train.lora.targets == ("all-linear",) else [n for n in train.lora.targets if n in ends]
+    chosen = list(ends) if train.lora.targets == ("all-linear",) else list(train.lora.targets)
+    for name in chosen:
+        if name not in ends:
+            raise UserError(
+                f"--train.lora.targets {name}: plan knows the linear modules {', '.join(ends)}, or all-linear."
+            )
     return train.lora.rank * shape.layers * sum(ends[name] for name in chosen) / shape.parameters
 
 

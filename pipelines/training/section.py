@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from actors.training.lora import LoraSettings
 from actors.training.offload import Offload
@@ -127,6 +127,13 @@ class TrainSection(Section):
     )
     offload: OffloadSection = OffloadSection()
     lora: LoraSection | None = None
+
+    @field_validator("workers")
+    @classmethod
+    def _somebody_works(cls, workers: int | str) -> int | str:
+        if isinstance(workers, int) and workers < 1:
+            raise ValueError("it must be at least 1, or auto")
+        return workers
 
 
 def worker_keys(section: TrainSection) -> dict[str, Any]:

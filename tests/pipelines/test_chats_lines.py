@@ -210,6 +210,12 @@ def test_a_source_that_names_nothing_is_refused(tmp_path, source):
         find_files([source if "://" in source else f"{tmp_path}/{source}"])
 
 
+def test_a_link_to_itself_is_refused(tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(UserError, match="cannot be read: Too many levels of symbolic links"):
+        find_files([str(tmp_path / "loop.jsonl")])
+
+
 def test_a_hub_dataset_that_cannot_be_asked_for_says_both_things(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((UserError, JobError), match="no file here"):

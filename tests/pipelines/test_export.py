@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from actors.training.consolidate import merge_lora
+from actors.training.shards import TAG
 from model.backbone import load_backbone
 from pipelines.export import ExportConfig, plan, run
 from pipelines.exporting import proof
@@ -102,10 +103,21 @@ def test_what_cannot_be_exported_is_one_sentence(
     assert "mask token 't5' (5)" in refused(model=other_mask, format="fast_dllm_v2")
     (tmp_path / "run" / "checkpoints" / "step_3").mkdir(parents=True)
     assert "is the output of adapt" in refused(model=tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step_3" / "COMMIT.json").write_text(
-        json.dumps({"step": 3, "workers": 1, "identity": "x", "files": {"gone": 7}})
-    )
-    assert "is not whole" in refused(model=tmp_path / "run" / "checkpoints" / "step_3")
+    step = tmp_path / "run" / "checkpoints" / "step_3"
+    assert "holds no COMMIT.json" in refused(model=step)
+    commit = {"step": 3, "workers": 1, "identity": "x", "files": {"gone": 7}}
+    (step / "COMMIT.json").write_text(json.dumps(commit))
+    assert "is not whole" in refused(model=step)
+    (step / "COMMIT.json").write_text(json.dumps({**commit, "files": {}}))
+    shutil.copytree(tiny_model, step / "model")
+    (step / TAG).mkdir()
+    (step / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"PK\x03\x04 cut off")
+    assert "is damaged, its shards cannot be read" in refused(model=step)
+    assert "The adapter /nowhere: there is no such folder" in refused(model=tiny_model, adapter="/nowhere")
+    assert "holds no adapter_config.json" in refused(model=tiny_model, adapter=tiny_model)
+    adapter = build_adapter(tiny_model, tmp_path / "lora", seed=3)
+    (adapter / "adapter_model.safetensors").unlink()
+    assert "holds no adapter_model.safetensors" in refused(model=tiny_model, adapter=adapter)
 
 
 def test_a_folder_that_says_something_else_is_not_published(
@@ -144,6 +156,43 @@ def test_the_adapter_of_a_checkpoint_is_merged_as_peft_itself_does(tiny_model: P
     for name, tensor in expected.items():
         torch.testing.assert_close(merged[name], tensor)
     assert not torch.equal(merged["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model itself above all, also by way of a link."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (tmp_path / "link").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for output in (model, tmp_path / "link"):
+        assert export(output, model=model, dtype="bfloat16", verify="false") == 2
+        assert "which no export wrote" in capsys.readouterr().err.strip().splitlines()[-1]
+        assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("model.safetensors", None, "is no file that can be read"),
+        ("tokenizer_config.json", "[]", "no tokenizer could be loaded"),
+        ("generation_config.json", "[]", "the weights could not be loaded"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "describes no model"),
+        ("config.json", "[]", "must hold a JSON object"),
+    ],
+)
+def test_a_damaged_model_is_one_sentence_and_leaves_nothing(
+    name: str, content: str | None, sentence: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / name).unlink(missing_ok=True)
+    if content is None:
+        (model / name).symlink_to(tmp_path / "nowhere")
+    else:
+        (model / name).write_text(content)
+    assert export(tmp_path / "out", model=model, verify="false") == 2
+    assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.slow

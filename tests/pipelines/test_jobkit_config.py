@@ -159,6 +159,22 @@ def test_a_wrong_value_gets_one_sentence_with_key_value_place_and_rule(tmp_path:
     assert complaint("--config", file) == ending.format(file=file)
 
 
+def test_a_number_that_nothing_can_count_is_refused_and_shown_in_part() -> None:
+    assert complaint("--train.steps", "1" + 30 * "0").startswith("train: steps must be at most 9223372036854775807")
+    assert len(complaint("--train.steps", "1" + 5000 * "0")) < 300
+
+
+@pytest.mark.parametrize("key", ["model", "data", "output"])
+def test_an_empty_word_is_no_place(key: str) -> None:
+    assert complaint(f"--{key}", "").startswith(f"{key} is ") and complaint(f"--{key}", "").endswith(
+        " (on the command line): it must not be empty text."
+    )
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    assert "nested too deeply" in complaint("--config", file_with(tmp_path, 3000 * "["))
+
+
 def test_further_wrong_keys_are_counted() -> None:
     assert complaint("--seed", "x", "--train.steps", "y", "--train.learning_rate", "z").endswith(
         "(2 more keys are wrong.)"

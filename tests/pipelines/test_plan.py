@@ -231,11 +231,56 @@ def test_every_remedy_fits_and_the_largest_micro_batch_is_the_largest(seven: Sha
         (["--model", SEVEN, "--train.workers", "60"], "do not fill whole nodes of 8 GPUs"),
         (["--model", SEVEN, "--hardware.gpuu", "x"], "did you mean --hardware.gpu"),
         (["--model", SEVEN, "--train.device", "cpu"], "knows the rates of GPUs only"),
+        (["--model", SEVEN, "--train.workers", "0"], "train.workers is 0 (on the command line): it must be at least 1"),
+        (["--model", SEVEN, "--train.steps", "1" + 400 * "0"], "steps must be at most 9223372036854775807"),
+        (["--model", SEVEN, "--pack.context_length", "65536"], "are longer than the 32,768 positions of"),
+        (["--model", SEVEN, "--train.document_padding", "false"], "document_mask"),
+        (["--model", SEVEN, "--objective", "next_token", "--train.ar_loss_weight", "1"], "belong to block_diffusion"),
+        (["--model", SEVEN, "--train.lora.targets", "q_prj"], "plan knows the linear modules q_proj"),
     ],
 )
 def test_bad_usage_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(*words) == 2
     assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[1, 2]", "must hold a JSON object, not list"),
+        ("null", "must hold a JSON object, not NoneType"),
+        ('{"model_type": "bert"}', "laid out like Llama and Qwen, not bert"),
+        ('{"model_type": "gpt2"}', "laid out like Llama and Qwen, not gpt2"),
+        ('{"model_type": "qwen2", "hidden_size": -64}', "makes no causal language model"),
+        ('{"model_type": "qwen2", "num_attention_heads": 0}', "makes no causal language model"),
+        ('{"model_type": "qwen2", "hidden_size": 1000000000000}', "makes no causal language model"),
+    ],
+)
+def test_a_config_that_describes_no_decoder_is_one_sentence(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert planned("--model", tmp_path) == 2
+    assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_plan_of_another_config_does_not_pass_for_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
+    words = ("--model", tmp_path, "--output", tmp_path / "out")
+    assert (planned(*words), planned(*words)) == (0, 0)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 3}')
+    assert planned(*words) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_the_largest_micro_batch_of_a_giant_step_is_found_at_once(seven: Shape) -> None:
+    setup = on_gpus(64, rows_per_step=2**62)
+    cluster = Cluster("", GPUS["a100-80gb"], 8, 8)
+    rows = largest_micro_rows(seven, setup, cluster)
+    assert memory_of(seven, replace(setup, micro_rows=rows)).peak <= 80e9
+    assert memory_of(seven, replace(setup, micro_rows=rows + 1)).peak > 80e9
 
 
 def test_without_output_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

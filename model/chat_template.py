@@ -36,9 +36,16 @@ PLAIN_TEMPLATE = (
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Give a tokenizer without a chat template the plain one; True when that was needed (say so to the user).
 
-    Raises UserError where it has no end token either: an answer could never end.
+    Raises UserError where it has no end token either (an answer could never end), and for a template that is no text
+    and no set of named ones with a default.
     """
-    if tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if template:
+        if not isinstance(template, str) and not (isinstance(template, dict) and "default" in template):
+            raise UserError(
+                f"The chat template of {tokenizer.name_or_path or 'the model'} is no text and has no named template "
+                "'default': write one into its chat_template.jinja."
+            )
         return False
     if not tokenizer.eos_token:
         raise UserError(

@@ -192,10 +192,11 @@ class CheckpointStore:
         """The marker of a folder, None unless everything that it lists is there."""
         try:
             commit = Commit(**json.loads(self._filesystem.cat_file(f"{place}/{COMMIT}")))
+            listed = dict(commit.files)
         except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
             return None
         sizes = self._sizes(place)
-        return commit if all(sizes.get(name) == size for name, size in commit.files.items()) else None
+        return commit if all(sizes.get(name) == size for name, size in listed.items()) else None
 
     def _sizes(self, place: str) -> dict[str, int]:
         found = self._filesystem.find(place, detail=True)

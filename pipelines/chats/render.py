@@ -36,6 +36,8 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Place = tuple[int, int]  # a literal of a form, and characters from its beginning
 
+TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ArithmeticError, RecursionError)  # of what a template computes
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -130,7 +132,7 @@ class Renderer:
             return self._by_form(document) or self.by_prefixes(document)
         except Rejected as error:
             return error
-        except (jinja2.TemplateError, TypeError) as error:
+        except TEMPLATE_FAULTS as error:
             return Rejected("chat template", str(error).strip() or type(error).__name__)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
@@ -172,7 +174,7 @@ class Renderer:
         probe = Chat(tuple({"role": role, "content": c} for role, c in zip(roles, contents, strict=True)))
         try:
             rendered = self.by_prefixes(probe)
-        except (Rejected, jinja2.TemplateError, TypeError):
+        except (Rejected, *TEMPLATE_FAULTS):
             return None
         return Form.of_probe(rendered[0], contents) if len(rendered) == 1 else None
 

@@ -77,6 +77,10 @@ def test_what_lacks_its_marker_or_a_file_is_no_checkpoint_and_is_cleared(output:
     filesystem.rm_file(f"{root}/checkpoints/step_3/{COMMIT}")
     filesystem.pipe_file(f"{root}/checkpoints/step_2/zero/shard_0.pt", b"short")
     assert [commit.step for commit in store.committed()] == [1]
+    filesystem.pipe_file(
+        f"{root}/checkpoints/step_2/{COMMIT}", b'{"step": 2, "workers": 1, "identity": "", "files": 3}'
+    )
+    assert [commit.step for commit in store.committed()] == [1]
     store.clear_partial()
     left = [name.rpartition("/")[2] for name in filesystem.ls(f"{root}/checkpoints", detail=False)]
     assert left == ["step_1"]

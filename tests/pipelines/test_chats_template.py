@@ -131,6 +131,17 @@ def test_the_plain_template_reads_as_documented():
     assert text == "<|im_start|>System:\nBe brief\n\nUser:\nHow are you?\n\nAssistant:\nFine.<|im_end|>\n\n"
 
 
+@pytest.mark.parametrize("template", ["{{ messages | length / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
+def test_a_template_that_fails_while_it_computes_rejects_the_chat(template):
+    (result,) = ChatEncoder(tiny_tokenizer(chat_template=template)).encode([chat_of([("a", "b")])])
+    assert str(result).startswith("chat template: ")
+
+
+def test_named_templates_without_a_default_are_refused():
+    with pytest.raises(UserError, match="no named template 'default'"):
+        ensure_chat_template(tiny_tokenizer(chat_template={"tool_use": CHATML}))
+
+
 def test_a_tokenizer_without_template_and_end_token_is_refused():
     tokenizer = tiny_tokenizer(chat_template=None)
     tokenizer.eos_token = None

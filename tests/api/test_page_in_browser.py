@@ -18,8 +18,8 @@ from actors.gateway.backend import Served
 from model.config import DecodeConfig
 from model.decoding import GenerationResult, Reveal
 from model.errors import JobError
-from tests.actors.test_gateway import ScriptedBackend
-from tests.actors.test_protocol import AR_CARD
+from tests.actors.gateway.test_gateway import ScriptedBackend
+from tests.actors.protocol.test_protocol import AR_CARD
 from tests.api.conftest import MODEL, Server
 from tests.api.successor import ANSWER, letters_after
 from tests.live_gateway import listening

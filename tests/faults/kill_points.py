@@ -33,7 +33,7 @@ from actors.training.watchdog import Beat
 from actors.training.zero import build_extension
 from model.backbone import load_backbone
 from model.errors import JobError, UserError
-from tests.actors.test_train_settings import settings
+from tests.actors.training.test_train_settings import settings
 
 KILLED = -signal.SIGKILL
 TOKEN = "test"

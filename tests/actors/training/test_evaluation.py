@@ -29,7 +29,7 @@ from model.objective import held_out_loss, make_objective
 from pipelines.assessment.held_out import each_row
 from pipelines.training.evaluating import evaluation_settings
 from pipelines.training.section import TrainSection
-from tests.actors.test_train_settings import settings
+from tests.actors.training.test_train_settings import settings
 from tests.gloo import train_all
 from tests.packed import counting_rows, write_rows
 from tests.tiny import VOCAB_SIZE, build_tiny_model

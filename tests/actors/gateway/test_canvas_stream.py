@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.engine.events import Canvas, Finished
 from model.decoding import Reveal
-from tests.actors.test_gateway import PROMPT, RESULT, ScriptedBackend, post
+from tests.actors.gateway.test_gateway import PROMPT, RESULT, ScriptedBackend, post
 from tests.tiny import tiny_tokenizer
 
 TRACED = {**PROMPT, "stream": True, "diffusion": {"trace": True}}

@@ -18,8 +18,8 @@ from actors.protocol.calls import derived_seed, generation_request, parse_call
 from actors.protocol.fields import RequestError
 from actors.protocol.responses import Totals
 from model.config import DecodeConfig
-from tests.actors.test_gateway import PROMPT, RESULT, ScriptedBackend, post, with_client
-from tests.actors.test_protocol import CARD
+from tests.actors.gateway.test_gateway import PROMPT, RESULT, ScriptedBackend, post, with_client
+from tests.actors.protocol.test_protocol import CARD
 from tests.api.successor import build_successor_model, letters_after
 from tests.direct import client_of, direct_app
 

@@ -10,7 +10,7 @@ import pytest
 
 from actors.gateway.access import load_key_hashes
 from actors.gateway.page import page_files
-from tests.actors.test_gateway import ScriptedBackend, with_client
+from tests.actors.gateway.test_gateway import ScriptedBackend, with_client
 
 NAMES = re.compile(r'(?:href|src)="([^"]+)"|from "\./([^"]+)"')
 OWN_NAMESPACE = "http://www.w3.org/2000/svg"

@@ -18,7 +18,7 @@ from actors.training.trained_model import publish_model
 from model.backbone import Backbone, load_backbone, make_block_diffusion
 from model.errors import JobError
 from model.objective import TrainingModel, make_objective
-from tests.actors.test_train_settings import settings
+from tests.actors.training.test_train_settings import settings
 from tests.training_runs import (
     LEARNING_RATE,
     ROWS,

@@ -14,8 +14,8 @@ from actors.gateway.document import openapi_document
 from actors.protocol.calls import parse_call
 from actors.protocol.fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestError
 from model.config import DecodeConfig
-from tests.actors.test_gateway import GOOD, ScriptedBackend
-from tests.actors.test_protocol import CARD, CHAT, PROMPT
+from tests.actors.gateway.test_gateway import GOOD, ScriptedBackend
+from tests.actors.protocol.test_protocol import CARD, CHAT, PROMPT
 from tests.direct import gateway_over
 
 DOCUMENT = openapi_document(keys=False, deadline_s=600)

@@ -17,7 +17,7 @@ from actors.engine.events import Event as EngineEvent
 from actors.gateway.access import load_key_hashes
 from model.decoding import GenerationRequest
 from model.errors import JobError, UserError
-from tests.actors.test_gateway import GOOD, ScriptedBackend
+from tests.actors.gateway.test_gateway import GOOD, ScriptedBackend
 from tests.live_gateway import listening
 from tests.tiny import tiny_tokenizer
 

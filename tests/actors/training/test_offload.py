@@ -7,7 +7,7 @@ import pytest
 from actors.training.offload import Offload
 from actors.training.settings import deepspeed_settings
 from model.errors import UserError
-from tests.actors.test_train_settings import settings
+from tests.actors.training.test_train_settings import settings
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from model.backbone import load_backbone, make_block_diffusion
 from model.corruption import IGNORED
 from model.layout import RowBatch
 from model.objective import TrainingModel, make_objective
-from tests.actors.test_train_settings import settings
+from tests.actors.training.test_train_settings import settings
 from tests.gloo import train_all
 from tests.packed import counting_rows, write_rows
 from tests.tiny import build_tiny_model

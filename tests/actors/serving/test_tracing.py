@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from actors.serve_args import TracingArgs
 from actors.serving.tracing import Tracer, make_tracer
 from model.errors import UserError
-from tests.actors.test_metrics import successor_model as successor_model  # the fixture
+from tests.actors.engine.test_metrics import successor_model as successor_model  # the fixture
 from tests.direct import client_of, direct_app
 
 PROMPT: dict[str, Any] = {"model": "tiny", "prompt": "a" * 20, "max_tokens": 24}

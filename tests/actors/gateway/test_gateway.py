@@ -21,7 +21,7 @@ from actors.gateway.exposition import Scrape
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.errors import JobError, UserError
-from tests.actors.test_protocol import CARD
+from tests.actors.protocol.test_protocol import CARD
 from tests.direct import gateway_over
 
 PROMPT = {"model": "tiny", "prompt": "Hi"}

@@ -20,7 +20,7 @@ from actors.serve_args import TracingArgs
 from actors.serving.logs import OURS, join_serve_log
 from model.backbone import Backbone
 from model.errors import JobError, UserError
-from tests.actors.test_gateway import GOOD, PROMPT, ScriptedBackend, with_client
+from tests.actors.gateway.test_gateway import GOOD, PROMPT, ScriptedBackend, with_client
 from tests.exposition import read, total
 
 KEY = "sesame-open-NONCEKEY"

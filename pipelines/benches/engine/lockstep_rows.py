@@ -39,6 +39,10 @@ class WaitingRow:
         return self.row.block_size
 
     @property
+    def committed(self) -> int:
+        return self.row.committed
+
+    @property
     def block_end(self) -> int:
         return self.end
 

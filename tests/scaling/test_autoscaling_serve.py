@@ -10,11 +10,11 @@ import pytest
 from tests.scaling.conftest import App, Load, Stream, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-LONG = 4000
+LONG = 8000
 
 
 def test_replicas_follow_the_backlog_up_and_down_to_none_and_no_request_is_lost(app: App, slow_model: Path) -> None:
-    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "idle_delay_s": 1, "report_s": 0.25}
+    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "idle_delay_s": 3, "report_s": 0.25}
     scaling = {"target_backlog_tokens": 100_000, **delays}
     app.deploy(slow_model, min_replicas=0, max_replicas=2, engine={"max_rows": 8}, scaling=scaling)
     streams = [Stream(app, LONG) for _ in range(2)]

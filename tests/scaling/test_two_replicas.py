@@ -26,7 +26,7 @@ from tests.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONVERSATIONS, TURNS = 12, 3
-STREAMED = 2000  # tokens
+STREAMED = 3500  # tokens
 ARGS: dict[str, Any] = {"min_replicas": 2, "max_replicas": 2}
 
 

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.decoding.acceptance import ACCEPT, DRAFT, REPLACE, accept
 from model.decoding.requests import SamplingParams
-from model.decoding.sampling import uniform
+from model.decoding.sampling import invert, uniform
 from model.two_tower.decoding import TowerAnswer, TowerRequest, Writing, next_tokens, open_rows
 from model.two_tower.reader import Reader
 from model.two_tower.recurrent import States
 from model.two_tower.towers import TwoTower
-
-ACCEPT, REPLACE, DRAFT = -1, -2, -3  # steps of the noise stream that no denoising step uses
 
 
 @dataclass(frozen=True)
@@ -99,28 +98,23 @@ def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
         return kept + 1, written[kept]
     p = target_distribution(logits[: count + 1].cpu(), row.request.sampling)
     positions = row.stretch.length + 1 + torch.arange(count + 1)  # of slots 1 .. n, and behind them
-    accept, replace = (_noise(row, positions, step) for step in (ACCEPT, REPLACE))
+    chance, point = (_noise(row, positions, step) for step in (ACCEPT, REPLACE))
+    vocabulary = p.shape[1]
     for slot in range(count):
         token = int(draft.tokens[slot])
-        q = one_hot(token, p.shape[1]) if draft.q is None else _fitted(draft.q[slot], p.shape[1])
-        if token < p.shape[1] and accept[slot] * q[token] < p[slot, token]:
-            continue
-        return slot + 1, draw((p[slot] - q).clamp(min=0), p[slot], replace[slot])
-    return count + 1, draw(p[count], p[count], replace[count])
+        q = one_hot(token, vocabulary) if draft.q is None else _fitted(draft.q[slot], vocabulary)
+        known = token < vocabulary  # the denoiser's mask token may lie outside, and never stands
+        at = torch.tensor([token if known else 0])
+        one = chance[slot : slot + 1] if known else torch.tensor([torch.inf])
+        stands, chosen = accept(p[slot : slot + 1], q[None], at, one, point[slot : slot + 1])
+        if not bool(stands):
+            return slot + 1, int(chosen)
+    return count + 1, int(invert(p[count:], point[count:]))
 
 
 def _noise(row: Writing, positions: Tensor, step: int) -> Tensor:
     """Uniform numbers [n] of the request's noise stream at positions int64 [n]."""
     return uniform(torch.full_like(positions, row.request.sampling.seed), positions, torch.full_like(positions, step))
-
-
-def draw(weights: Tensor, otherwise: Tensor, at: Tensor) -> int:
-    """Invert the cumulative weights [V] at a uniform number; `otherwise` where rounding left no weight at all."""
-    if not weights.sum() > 0:
-        weights = otherwise
-    cumulative = weights.cumsum(0)
-    found = torch.searchsorted(cumulative, (at * cumulative[-1])[None], right=True)
-    return int(found.clamp(max=len(weights) - 1))
 
 
 def target_distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -199,7 +193,7 @@ def _last_step(row: Writing, logits: Tensor, canvas: Tensor, fixed: Tensor) -> D
         return Draft(torch.where(fixed, canvas, logits.argmax(-1))[1:])
     q = target_distribution(logits, row.request.sampling)
     at = _noise(row, row.stretch.length + torch.arange(len(canvas)), DRAFT)
-    drawn = torch.tensor([draw(q[slot], q[slot], at[slot]) for slot in range(len(canvas))])
+    drawn = invert(q.double(), at)
     tokens = torch.where(fixed, canvas, drawn)
     q = torch.where(fixed[:, None], _points(canvas, q.shape[1]), q)
     return Draft(tokens[1:], q[1:])

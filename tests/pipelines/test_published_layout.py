@@ -63,9 +63,8 @@ def test_generate_answers_in_blocks(published: Path, golden_model: Path, tmp_pat
         assert answer["token_ids"] == generate(golden_model, tmp_path)[0]["token_ids"]
 
 
+@pytest.mark.parametrize("published", [False], ids=["untied"], indirect=True)
 def test_assess_measures_it(published: Path, tmp_path: Path) -> None:
-    if json.loads((published / "config.json").read_text())["tie_word_embeddings"]:
-        pytest.skip("once is enough: seconds")
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"prompt": PROMPT, "answer": "t11"}) + "\n")
     words = ["--model", str(published), "--prompts", str(questions), "--output", str(tmp_path / "report")]

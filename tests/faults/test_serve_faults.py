@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.benches.serving.soak import SoakBenchConfig, soak
+from pipelines.benches.serving.soak import SoakBenchConfig, soak, warm_up
 from tests.api.successor import letters_after
 from tests.faults.leaving import measure
 from tests.faults.scenarios import SCENARIOS, Scenario, befall
@@ -48,8 +48,9 @@ def test_the_pages_of_a_client_that_leaves_are_free_within_a_round(served: Rig) 
 
 
 def test_the_soak_reports_latency_and_memory_of_a_running_service(served: Rig) -> None:
-    config = SoakBenchConfig(minutes=0.05, calibrate_s=1, sample_s=0.05, warm_share=0)
+    config = SoakBenchConfig(minutes=0.05, calibrate_s=1, sample_s=0.05, warm_share=0, warm_requests=30)
     served.settle()
+    assert warm_up(config, served.target, served.questions).right == 30
     load, *memory = soak(config, served.service, served.questions)
     assert load["wrong"] == load["lost"] == load["errors"] == 0 and load["right"] == load["requests"] > 0
     assert load["p99 s"] >= load["p50 s"] > 0 and load["TTFT p50 s"] > 0

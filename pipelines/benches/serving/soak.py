@@ -1,6 +1,7 @@
 """Minutes of load at a share of what the service can do: is memory flat, are answers right, how late is the last one.
 
-The capacity is measured first, with as many clients as the engines have rows, each asking again at once; then requests
+Many short requests come first: until some thousands of requests have passed, caches and heaps still grow to their size.
+Then the capacity is measured, with as many clients as the engines have rows, each asking again at once; then requests
 arrive at random times at a share of that rate. Resident memory of gateway, proxy, replicas and controller is sampled
 all the while; its slope is taken after a warm-up, and is flat when it is within its own noise.
 """
@@ -36,6 +37,9 @@ class SoakBenchConfig(ServingBenchConfig):
     minutes: float = Field(30.0, gt=0, description="length of the soak")
     share: float = Field(0.8, gt=0, lt=1, description="rate of arrivals, a share of the capacity")
     replicas: int = Field(1, ge=1, description="engine replicas")
+    warm_requests: int = Field(
+        5000, ge=0, description="requests of one token before the rest: heaps and caches reach their size"
+    )
     calibrate_s: float = Field(30.0, gt=0, description="seconds in which the capacity is measured")
     warm_share: float = Field(0.2, ge=0, lt=1, description="share of the soak before memory's slope is taken")
     sample_s: float = Field(5.0, gt=0, description="seconds between two samples of memory")
@@ -48,14 +52,26 @@ def run_soak(config: SoakBenchConfig) -> Result:
     source, name = source_of(config)
     args = serve_args(config, source, replicas=config.replicas)
     with Service(args, cpus=max(cores, config.threads * config.replicas)) as service:
-        questions = learn(Target(service.url), make_questions(config), distinct=False)
+        questions = make_questions(config)
+        warm_up(config, Target(service.url), questions)
+        questions = learn(Target(service.url), questions, distinct=False)
         lines = soak(config, service, questions)
     note = (
         f"{name}, {config.minutes:g} minutes at {config.share:.0%} of the capacity, {config.replicas} replica"
         f"{'' if config.replicas == 1 else 's'} of {config.rows} rows, answers of at most {config.max_tokens} tokens, "
-        f"half of them streamed; memory after the first {config.warm_share:.0%}, noise: two standard errors."
+        f"half of them streamed; memory after {config.warm_requests:,} requests of one token and the first "
+        f"{config.warm_share:.0%}, noise: two standard errors."
     )
     return Result("soak", machine("float32"), 1, lines, {}, note)
+
+
+def warm_up(config: SoakBenchConfig, target: Target, questions: Sequence[Question]) -> Tally:
+    """Ask the questions for one token each, as many at once as the engines have rows. Raises JobError where one is wrong."""
+    short = [Question(question.path, {**question.fields, "max_tokens": 1}) for question in questions]
+    short = learn(target, short, distinct=False)
+    with Load(target, short, clients=config.rows * config.replicas, limit=config.warm_requests) as load:
+        load.wait()
+    return _refuse_wrong(load)
 
 
 def soak(config: SoakBenchConfig, service: Service, questions: Sequence[Question]) -> list[dict[str, Any]]:
@@ -86,13 +102,18 @@ def measure_capacity(config: SoakBenchConfig, target: Target, questions: Sequenc
 
 
 def _load_lines(config: SoakBenchConfig, load: Load, capacity: float) -> list[dict[str, Any]]:
-    tally = Tally.of(load.records)
-    if tally.wrong or tally.lost:
-        raise JobError(f"soak: {tally.wrong} wrong answers and {tally.lost} lost: {tally.complaints[0]}")
+    tally = _refuse_wrong(load)
     rate = config.share * capacity
     first = {"part": "load", "capacity/s": capacity, "arrivals/s": rate}
     counts = {name: count for name, count in tally.line().items() if name not in ("struck", "resets")}
     return [{**first, **counts, **Latency.of(load.records).line()}]
+
+
+def _refuse_wrong(load: Load) -> Tally:
+    tally = Tally.of(load.records)
+    if tally.wrong or tally.lost:
+        raise JobError(f"soak: {tally.wrong} wrong answers and {tally.lost} lost: {tally.complaints[0]}")
+    return tally
 
 
 def _memory_lines(config: SoakBenchConfig, memory: MemoryWatch, begun: float) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ OUT ?= out/bench
 ARGS ?=
 BENCHES := attention train decode engine serve prepare memory
 FAST := "not slow and not faults"
+BESIDE := "beside or not (slow or faults)"
+REST := "(slow or faults) and not beside"
 
 .DELETE_ON_ERROR:
 .PHONY: setup venv-by-pip demo serve test test-fast test-faults lint bench
@@ -38,15 +40,15 @@ demo: setup
 serve: setup
 	$(BIN)/python -m actors.serve_local --model "$(MODEL)" --port "$(PORT)" $(ARGS)
 
-# The slow part starts Ray clusters, servers and browsers, one test at a time, and waits a lot: meanwhile the fast part
-# takes what it leaves of the machine, and tells at the end what came of it.
+# What starts servers and browsers or kills processes runs one test at a time, and waits a lot: meanwhile the tests of
+# model/ and actors/ and all fast ones take what it leaves of the machine, and tell at the end what came of them.
 # pytest's 5 means that ARGS left no test in that part: no failure, unless it left none in both.
 test: lint
-	@log=$$(mktemp); nice -n 19 $(BIN)/python -m pytest -m $(FAST) $(ARGS) >$$log 2>&1 & other=$$!; \
+	@log=$$(mktemp); nice -n 19 $(BIN)/python -m pytest -m $(BESIDE) $(ARGS) >$$log 2>&1 & other=$$!; \
 	trap 'kill $$other 2>/dev/null' INT TERM; \
-	$(BIN)/python -m pytest -m "slow or faults" $(ARGS); slow=$$?; wait $$other; fast=$$?; \
-	echo "The fast part, which ran meanwhile:"; cat $$log; rm -f $$log; \
-	case $$fast,$$slow in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
+	$(BIN)/python -m pytest -m $(REST) $(ARGS); rest=$$?; wait $$other; beside=$$?; \
+	echo "What ran meanwhile:"; cat $$log; rm -f $$log; \
+	case $$beside,$$rest in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m $(FAST) $(ARGS)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 200_000_000
+SERVE_NOBODY = ("model", "actors", "golden")  # folders here
 
 
 def shared_folder() -> Path:
@@ -45,11 +46,16 @@ def at_length(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--at-length"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        room = item.path.relative_to(PROJECT / "tests").parts[0]
+        fast_but_for_ray = "local_ray" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("slow")
+        if room in SERVE_NOBODY or fast_but_for_ray:
+            item.add_marker(pytest.mark.beside)
+        if fast_but_for_ray:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

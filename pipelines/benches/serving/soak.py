@@ -66,7 +66,7 @@ def run_soak(config: SoakBenchConfig) -> Result:
 
 
 def warm_up(config: SoakBenchConfig, target: Target, questions: Sequence[Question]) -> Tally:
-    """Ask the questions for one token each, as many at once as the engines have rows. Raises JobError where one is wrong."""
+    """Ask for one token each, as many at once as the engines have rows. Raises JobError where an answer is wrong."""
     short = [Question(question.path, {**question.fields, "max_tokens": 1}) for question in questions]
     short = learn(target, short, distinct=False)
     with Load(target, short, clients=config.rows * config.replicas, limit=config.warm_requests) as load:

@@ -22,7 +22,7 @@ def peak_bytes(form: Callable[[], object], device: str) -> int:
     Raises JobError where the system does not let a process reset its peak.
     """
     gc.collect()
-    _give_back_freed_memory()
+    give_back_freed_memory()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -43,7 +43,7 @@ def process_peak_bytes() -> int:
     return _status_bytes("VmHWM")
 
 
-def _give_back_freed_memory() -> None:
+def give_back_freed_memory() -> None:
     """Let glibc return what it holds of freed memory: a call that could reuse it would seem to need less."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -63,7 +63,7 @@ class TrainBenchConfig(BenchConfig):
     layers: tuple[int, ...] = Field(
         (6,),
         description="decoder layers to keep, one variant each; 0 keeps all (of the demo's model in float32 the "
-        "reference needs about 12 GB for 4 rows of 2,048 tokens with 6 layers, and 40 GB with all)",
+        "reference needs more than 21 GB for 4 rows of 2,048 tokens with 6 layers: measure those with 2)",
     )
     memory: bool = Field(True, description="also peak memory, of the reference and of what is trained")
     shares: bool = Field(True, description="also where the time of adapt's own steps goes, with all layers")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
+import gc
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
 
-from pipelines.benches.memory import peak_bytes, process_peak_bytes
+from model.errors import JobError
+from pipelines.benches.memory import give_back_freed_memory, peak_bytes, process_peak_bytes
 from pipelines.benches.result import device_name
 from pipelines.benches.train_step import Shape, backward, forward, load_model, make_case, shortened
 
@@ -22,9 +24,20 @@ class Peak:
 
 
 def peak_of(source: str, shape: Shape, form: str, threads: int) -> Peak:
-    """Load the model in a new process with `threads` torch threads and run one step of one form there."""
+    """Load the model in a new process with `threads` torch threads and run one step of one form there.
+
+    Raises JobError where that process is killed, which is what the system does when memory runs out.
+    """
+    gc.collect()
+    give_back_freed_memory()  # the new process needs it
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure, source, shape, form, threads).result()
+        try:
+            return pool.submit(_measure, source, shape, form, threads).result()
+        except BrokenExecutor as error:
+            raise JobError(
+                f"The process that measured the memory of {form!r} ({shape.rows} x {shape.length}) was killed, most "
+                "likely for want of memory: give fewer --layers or --rows, or leave it out with --memory false."
+            ) from error
 
 
 def _measure(source: str, shape: Shape, form: str, threads: int) -> Peak:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +18,9 @@ from model.backbone import load_backbone
 from model.corruption import IGNORED, draw_noise, row_generator
 from model.errors import JobError
 from pipelines.bench import start
-from pipelines.benches import memory, reference
+from pipelines.benches import memory, reference, train_memory
 from pipelines.benches.timing import Times, take_turns
-from pipelines.benches.train_step import Step, check_equal
+from pipelines.benches.train_step import Shape, Step, check_equal
 from tests import oracles
 from tests.model.rows import MASK, random_rows
 
@@ -139,6 +141,17 @@ def test_peak_memory_counts_what_a_call_held_at_once() -> None:
         torch.ones(16 << 20)
 
     assert 120 <= memory.peak_bytes(form, "cpu") / 2**20 <= 170, "two at once, not three in all"
+
+
+def killed(*_: object) -> None:
+    """In the place of a measurement for which memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_form_that_needs_more_memory_than_there_is_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_memory, "_measure", killed)
+    with pytest.raises(JobError, match=r"'reference' \(4 x 2048\) was killed, .*fewer --layers or --rows"):
+        train_memory.peak_of("", Shape("full", 2048, 4, 6, 32, "float32", 0), "reference", 1)
 
 
 # ------------------------------------------------------------------------------------------------- decode

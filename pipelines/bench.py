@@ -67,7 +67,7 @@ def write_report(config: ReportConfig) -> dict[str, Any]:
     if not config.data:
         raise UserError("--data is required: the JSON files of the benches.")
     paths = [Path(name) for pattern in config.data for name in (sorted(glob(pattern)) or [pattern])]
-    results = [read_result(path) for path in paths if not path.name.endswith(".manifest.json")]
+    results = [(path.stem, read_result(path)) for path in paths if not path.name.endswith(".manifest.json")]
     target = Path(str(config.output))
     target.parent.mkdir(parents=True, exist_ok=True)
     partial_file = target.with_name(f".{target.name}.partial")

@@ -121,19 +121,24 @@ def print_result(content: Mapping[str, Any]) -> None:
         console.print(f"  {name}: {ratio:.2f}", highlight=False)
 
 
-def markdown_of(contents: Sequence[Mapping[str, Any]]) -> str:
-    """The results as one Markdown page: a section a bench, with machine and date."""
+def markdown_of(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """One Markdown page of (name, content): a list of the results, then a section each, with machine and date."""
     parts = ["# Benches", "Ratios are measured in one run, in turns; figures are medians over the rounds."]
-    for content in contents:
+    parts.append("\n".join(f"- [{name}](#{name.lower()}): {_first_sentence(content)}" for name, content in results))
+    for name, content in results:
         parts += [
-            f"## {content['bench']}",
+            f"## {name}",
             f"{content['note']} {content['date']}, {content['runs']} rounds, {machine_text(content['machine'])}.",
         ]
         for part, columns, rows in _tables(content):
             parts += [f"### {part}"] if part else []
             parts.append(markdown_table(columns, rows))
-        parts.append("\n".join(f"- {name}: **{ratio:.2f}**" for name, ratio in content["ratios"].items()))
-    return "\n\n".join(parts) + "\n"
+        parts += ["\n".join(f"- {what}: **{ratio:.2f}**" for what, ratio in content["ratios"].items())]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _first_sentence(content: Mapping[str, Any]) -> str:
+    return str(content["note"]).split(". ")[0].rstrip(".")
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -200,7 +200,8 @@ def test_the_page_of_results_holds_machine_date_and_every_ratio(train_result: Pa
     assert start(["report", "--data", str(train_result.parent / "*.json"), "--output", str(page)]) == 0
     content, text = json.loads(train_result.read_text()), page.read_text()
     assert content["date"] == time.strftime("%Y-%m-%d")
-    for expected in (content["date"], content["machine"]["cpu"], "float32", *content["ratios"]):
+    name = train_result.stem
+    for expected in (f"](#{name})", f"## {name}", content["date"], content["machine"]["cpu"], *content["ratios"]):
         assert expected in text
     assert str(train_result.parent) not in text + train_result.read_text()
 

@@ -32,6 +32,7 @@ from model.layout import (
     stream_lengths,
 )
 from model.masks import Tokens
+from model.recurrence import Folded, is_recurrent, one_document_a_row, unclamp_time_steps
 
 OBJECTIVES = ("block_diffusion", "next_token")
 HELD_OUT_EPOCH = -1  # the corruption of held-out rows never meets that of a training epoch
@@ -224,18 +225,34 @@ def predicted_logits(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor
 
 def predicting_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     """Final hidden states [N, H] at the batch's slots: what its predictions are read from."""
+    if is_recurrent(causal_lm):
+        unclamp_time_steps(causal_lm)
+        batch = one_document_a_row(batch)
     hidden = hidden_states(causal_lm, batch)
-    return hidden[0].index_select(0, batch.slots.to(hidden.device))
+    states = hidden.flatten(0, 1).index_select(0, batch.slots.to(hidden.device))
+    factor = logit_factor(causal_lm)
+    return states if factor == 1 else states * factor
+
+
+def logit_factor(causal_lm: PreTrainedModel) -> float:
+    """What a model multiplies its head's outputs by: Falcon-H1 and Cohere name the factor, Granite what it divides by.
+
+    The head is linear, so its inputs may be multiplied instead.
+    """
+    config = causal_lm.config.get_text_config()
+    factor = getattr(config, "lm_head_multiplier", None) or getattr(config, "logit_scale", None) or 1.0
+    return float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def hidden_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-    """Final hidden states [1, T, H] of the laid-out sequence."""
+    """Final hidden states [1, T, H] of the laid-out sequence, or [D, n, H] of a batch of one document a row."""
     decoder = causal_lm.get_decoder()
+    folded = batch.input_ids.shape[0] > 1
     out = decoder(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
-        attention_plan=batch.plan,
+        attention_plan=Folded(batch.plan) if folded else batch.plan,
     )
     states: Tensor = out.last_hidden_state
     return states

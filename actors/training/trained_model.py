@@ -66,7 +66,9 @@ def rebuild(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrained
     """A model of the same class and config that owns exactly these weights; its buffers are only fit for saving."""
     with torch.device("meta"):
         fresh = type(model)(model.config)
-    fresh.load_state_dict(dict(weights), strict=False, assign=True)
+    saved = fresh.state_dict().keys()  # with the buffers that belong to a checkpoint, such as a router's bias
+    buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in saved}
+    fresh.load_state_dict({**buffers, **weights}, strict=False, assign=True)
     fresh.tie_weights()
     empty = [name for name, parameter in fresh.named_parameters() if parameter.is_meta]
     if empty:

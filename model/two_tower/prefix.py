@@ -13,33 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model.attention import AttentionPlan, CappingPlan, StreamPlan, within_window
-from model.errors import UserError
+from model.attention import StreamPlan, within_window
 from model.masks import CLEAN, NOISY_1, Tokens, causal, two_tower
 
 KeysValues = dict[int, tuple[Tensor, Tensor]]  # by layer: [1, Hkv, T, D] each, rotated
 TILE = 128  # queries of a tile of capped attention
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A plan of one sequence, for a batch of rows: query [R, Hq, n, D] of R rows of n tokens."""
-
-    plan: AttentionPlan
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
-    ) -> Tensor:
-        out = self.plan.attend(layer, _joined(query), _joined(key), _joined(value), scale, sliding_window)
-        return _rows(out, query.shape[0])
-
-    def attend_capped(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
-    ) -> Tensor:
-        if not isinstance(self.plan, CappingPlan):
-            raise UserError("This model caps its attention scores, which the plan of this forward cannot do.")
-        out = self.plan.attend_capped(layer, _joined(query), _joined(key), _joined(value), scale, window, softcap)
-        return _rows(out, query.shape[0])
 
 
 @dataclass(frozen=True)
@@ -153,16 +131,6 @@ def capped_attention(
         weights = scores.masked_fill(~allowed(rows).to(scores.device), -torch.inf).softmax(-1)
         out.append(weights.to(value.dtype) @ value)
     return torch.cat(out, dim=2)
-
-
-def _joined(x: Tensor) -> Tensor:
-    """[R, H, n, D] -> [1, H, R * n, D]."""
-    return x.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _rows(x: Tensor, rows: int) -> Tensor:
-    """[1, H, R * n, D] -> [R, H, n, D]."""
-    return x[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def _on(tokens: Tokens, device: torch.device) -> Tokens:

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from model.attention import NAME, AttentionPlan
 from model.errors import UserError
 from model.masks import Tokens
+from model.recurrence import Folded, unclamp_time_steps
 from model.two_tower.boundaries import recurrent_mixers
 from model.two_tower.config import TwoTowerConfig
 from model.two_tower.modulation import Modulation, TimeConditioning, check_hooks
-from model.two_tower.prefix import Folded, recording
+from model.two_tower.prefix import recording
 from model.two_tower.recurrent import StateCache, States
 from model.two_tower.sublayers import decoder_layers, sublayers_of
 
@@ -181,14 +182,6 @@ def require_plan_attention(causal_lm: PreTrainedModel) -> None:
             f"A tower needs attn_implementation={NAME!r}, not {causal_lm.config._attn_implementation!r}: "
             "load it with model.backbone.load_backbone."
         )
-
-
-def unclamp_time_steps(causal_lm: PreTrainedModel) -> None:
-    """Nemotron-H in transformers clamps Mamba's time step from below in forwards of many tokens only; the published
-    code never does. Without the clamp both forms of a layer agree, and tokens do not depend on how they are grouped."""
-    if causal_lm.config.model_type == "nemotron_h":
-        for mixer in recurrent_mixers(causal_lm).values():
-            mixer.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
 
 
 def run_tower(

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from model.errors import UserError
+from model.recurrence import Folded
 from model.two_tower.config import TwoTowerConfig
-from model.two_tower.prefix import Folded, recording
+from model.two_tower.prefix import recording
 from model.two_tower.sublayers import decoder_layers, sublayers_of
 from model.two_tower.towers import Denoiser, build_two_tower, run_tower
 from tests.towers import CONFIGS, shared_towers, tiny_decoder, tiny_towers

@@ -19,10 +19,11 @@ from actors.engine.loop import Engine, EngineConfig
 from actors.protocol.calls import derived_seed, generation_request
 from actors.protocol.card import model_card
 from actors.protocol.responses import diffusion_figures
-from model.backbone import DTYPES, load_backbone
+from model.backbone import DTYPES
 from model.config import DecodeConfig
 from model.decoding import GenerationResult
 from model.errors import JobError, UserError
+from model.loading import load_model
 
 ROWS_AHEAD = 4  # prompts given to an engine for each row it runs, so that a free row never waits for its next prompt
 
@@ -83,7 +84,9 @@ class Answers:
 
     def __init__(self, settings: AnswerSettings) -> None:
         self._settings = settings
-        backbone = load_backbone(settings.model, dtype=DTYPES[settings.dtype], device=settings.device)
+        backbone = load_model(
+            settings.model, dtype=DTYPES[settings.dtype], device=settings.device, mode=settings.decode.mode
+        )
         self._card = model_card(backbone)
         self.engine = Engine(backbone, EngineConfig(max_rows=settings.max_rows, weights=settings.weights))
 

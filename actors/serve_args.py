@@ -39,7 +39,7 @@ class DecodeArgs(Args):
         description="auto: by load, whichever answers sooner; lossless: ar's answer, drafted in blocks and verified; "
         "absent: diffusion where the model was adapted",
     )
-    policy: str = Field("threshold", description="reveal rule")
+    policy: str | None = Field(None, description="reveal rule; absent: threshold, or budgeted for a TwoTower model")
     threshold: float | None = Field(None, gt=0, le=1, description="confidence above which threshold reveals; 0.9")
     steps: int | None = Field(None, ge=1, description="denoising steps a block, of the policies with a schedule")
     factor: float | None = Field(None, gt=0, allow_inf_nan=False, description="bound of the factor policy; 1")
@@ -49,9 +49,9 @@ class DecodeArgs(Args):
     fused: str = Field(FUSED_DEFAULT, description="commit and next step in one forward: off, speculative, masked_head")
     sub_block_size: int | None = Field(None, ge=1, description="tokens denoised together; absent: the model's own")
 
-    def decode_config(self, *, adapted: bool) -> DecodeConfig:
-        mode = self.mode or ("diffusion" if adapted else "ar")
-        return DecodeConfig.in_section(**{**self.model_dump(), "mode": mode})
+    def decode_config(self, *, adapted: bool, two_tower: bool = False) -> DecodeConfig:
+        """The decoder's view; the model decides what no mode and no policy mean."""
+        return DecodeConfig.in_section(adapted=adapted, two_tower=two_tower, **self.model_dump())
 
 
 class EngineArgs(Args):

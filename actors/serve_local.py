@@ -120,13 +120,13 @@ def check_port(port: int) -> None:
 
 def check_model(model: str) -> None:
     """Find what is plainly wrong with a model before Ray starts. Raises UserError."""
-    from model.backbone import load_tokenizer, read_config  # slow to import: a busy port is told at once
+    from model.loading import describe_model  # slow to import: a busy port is told at once
     from model.sources import fetch_model
 
     if not model:
         raise UserError("No model is named: make serve MODEL=<folder or id> PORT=<port>.")
     folder = fetch_model(model)
-    read_config(folder, load_tokenizer(folder))
+    describe_model(folder)
 
 
 def _absolute(model: str) -> str:

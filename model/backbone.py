@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -32,6 +32,9 @@ from model.published import PUBLISHED_MASK, base_config, is_published, published
 from model.sources import fetch_model, first_line
 from model.weights import load_weights, quiet, take_weights
 
+if TYPE_CHECKING:
+    from model.writer import BlockWriter
+
 MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")
 SPARE_NAMES = (
     "<reponame>",
@@ -46,7 +49,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass
 class Backbone:
-    """A loaded model with its tokenizer. `block_diffusion` is None for a plain AR model; lengths in tokens."""
+    """A loaded model with its tokenizer. `block_diffusion` is None for a plain AR model; lengths in tokens.
+
+    writer: of a TwoTower model, the network that fills the blocks; `model` then only reads.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -55,6 +61,7 @@ class Backbone:
     revision: str
     context_length: int
     stop_token_ids: frozenset[int]
+    writer: BlockWriter | None = None
 
     @property
     def layers(self) -> int:

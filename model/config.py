@@ -15,12 +15,14 @@ from typing import Any
 from model.errors import UserError
 
 CONFIG_KEY = "block_diffusion"
-METHODS = ("fast_dllm_v2",)
+TWO_TOWER = "two_tower"
+METHODS = ("fast_dllm_v2", TWO_TOWER)
 MODES = ("diffusion", "ar", "lossless", "auto")
 REFRESHES = ("always", "sub_block", "every:N")
 FUSED = ("off", "masked_head", "speculative")
 FUSED_DEFAULT = "speculative"  # token for token as "off", in fewer forwards
 NEVER = 1 << 30
+POLICY, TWO_TOWER_POLICY = "threshold", "budgeted"  # where nobody names one
 
 
 def nearest_key(name: str, known: Any) -> str:
@@ -39,6 +41,8 @@ def _check(condition: bool, message: str) -> None:
 class BlockDiffusionConfig:
     """How a checkpoint was adapted. block_size K and sub_block_size S in tokens; S divides K.
 
+    method "two_tower": a second network writes the blocks (`model.two_tower`), each as a whole, from the prompt's end
+    on; it is read from two_tower.json, never from config.json.
     `trained_context_length`: longest document (tokens) seen in adaptation, None when not recorded.
     """
 
@@ -75,6 +79,8 @@ class BlockDiffusionConfig:
             )
         for key in ("block_size", "mask_token_id"):
             _check(key in values, f"{CONFIG_KEY} in config.json lacks {key}.")
+        alone = values.get("method") != TWO_TOWER
+        _check(alone, f"{CONFIG_KEY} in config.json: a {TWO_TOWER} model is a folder with two_tower.json.")
         values = dict(values)
         if "sub_block_size" not in values and isinstance(values["block_size"], int):
             values["sub_block_size"] = default_sub_block(values["block_size"])
@@ -82,6 +88,11 @@ class BlockDiffusionConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def two_tower(self) -> bool:
+        """Whether a second network writes the blocks."""
+        return self.method == TWO_TOWER
 
 
 def default_sub_block(block_size: int) -> int:
@@ -105,6 +116,7 @@ class DecodeConfig:
     mode: "diffusion" (blocks), "ar" (same weights, causal, token by token), "lossless" (AR mode's answer, from drafts
     written as blocks that AR mode verifies), or "auto", whichever of the first two the engine expects to answer sooner
     at its present load ("ar" for a model that was not adapted).
+    Of a TwoTower model, blocks are the denoiser's, and AR mode is the context tower's alone.
     policy: a name in `model.decoding.policies.POLICIES`. Its parameters, each refused with a policy that does not take
     it (`check_policy`): threshold, a probability in (0, 1]; steps, denoising steps of a block; factor and budget, above
     0; gamma, a probability for `dimple` and `budgeted`, nats for `entropy`.
@@ -115,7 +127,7 @@ class DecodeConfig:
     """
 
     mode: str = "diffusion"
-    policy: str = "threshold"
+    policy: str = POLICY
     threshold: float | None = None
     steps: int | None = None
     sub_block_size: int | None = None
@@ -148,10 +160,13 @@ class DecodeConfig:
         _check(finite, f"gamma must be 0 or more and finite, not {self.gamma!r}.")
 
     @classmethod
-    def in_section(cls, **values: Any) -> DecodeConfig:
-        """From a job's or server's section `decode`. Raises UserError that names the key with its section."""
+    def in_section(cls, *, adapted: bool, two_tower: bool, **values: Any) -> DecodeConfig:
+        """From a job's or server's section `decode`, where None means what suits the model: whether it was adapted to
+        write blocks, and whether as two towers. Raises UserError that names the key with its section."""
+        mode = values.pop("mode") or ("diffusion" if adapted else "ar")
+        policy = values.pop("policy") or (TWO_TOWER_POLICY if two_tower else POLICY)
         try:
-            return cls(**values)
+            return cls(mode=mode, policy=policy, **values)
         except UserError as error:  # which begins with the field
             raise UserError(f"decode.{error}") from error
 

@@ -26,8 +26,8 @@ import torch
 from pydantic import Field
 
 from actors.training.rows import PackedRows, holds_rows
-from model.backbone import revision_of
 from model.errors import UserError
+from model.loading import model_revision
 from model.sources import fetch_model
 from pipelines.assessment.contenders import Contender, Subject, find_subjects, make_contenders, plain_name
 from pipelines.assessment.figures import Figures, figures_of
@@ -132,14 +132,14 @@ def _checked(config: AssessConfig) -> tuple[list[Subject], list[Contender], list
     for threshold in config.thresholds or ():
         if not 0 < threshold <= 1:
             raise UserError(f"--thresholds must be above 0 and at most 1, not {threshold:g}.")
-    subjects = find_subjects(config.model, config.base, config.control)
+    subjects = find_subjects(config.model, config.base, config.control, config.decode.mode)
     _block_size(config, subjects)
     return subjects, make_contenders(subjects, config.decode, config.thresholds), _questions(config)
 
 
 def _inputs(config: AssessConfig, subjects: Sequence[Subject]) -> dict[str, str]:
     """Hashes of what is read, by the name that a message about a change would use."""
-    inputs = {f"the {s.role} model": revision_of(fetch_model(s.source)) for s in subjects}
+    inputs = {f"the {s.role} model": model_revision(fetch_model(s.source)) for s in subjects}
     if config.prompts is not None:
         inputs["the file of --prompts"] = hash_file(_place(config.prompts))
     if config.data:
@@ -286,7 +286,7 @@ def _setting(
     losses = [journal["loss", s.role] for s in subjects if ("loss", s.role) in journal]
     return Setting(
         title=f"Assessment of {subjects[-1].name}",
-        models={s.role: f"{s.name} ({revision_of(fetch_model(s.source))})" for s in subjects},
+        models={s.role: f"{s.name} ({model_revision(fetch_model(s.source))})" for s in subjects},
         source=" and ".join(sources),
         questions=len(questions),
         max_tokens=config.max_tokens,

@@ -31,7 +31,7 @@ from model.adapters import adapter_revision
 from model.backbone import DTYPES, Backbone, load_backbone, read_architecture, revision_of
 from model.errors import UserError
 from model.sources import fetch_model
-from model.two_tower.config import FILE as TWO_TOWER
+from model.two_tower.folder import is_two_tower
 from pipelines.exporting.layouts import check_layout, loader_of, write_layout
 from pipelines.exporting.proof import Proof, probe_of, prove
 from pipelines.jobkit import NOT_IDENTITY, JobConfig, OutputFolder, main
@@ -132,8 +132,11 @@ def _source_of(config: ExportConfig) -> str:
             f"--model {config.model} holds no {COMMIT}: its run did not finish writing this checkpoint; "
             "take an earlier one, or run adapt again."
         )
-    if (folder / TWO_TOWER).is_file():
-        raise UserError(f"--model {config.model} holds two towers: export its context/ or its denoiser/.")
+    if is_two_tower(folder):
+        raise UserError(
+            f"--model {config.model} holds two towers, which are no single model: export its denoiser/, or the model "
+            "that is its context tower."
+        )
     return config.model
 
 

@@ -20,9 +20,9 @@ from pydantic import Field
 
 from actors.answers import Answer, Answers, AnswerSettings, AnswerWorker, Prompt
 from actors.protocol.calls import check_default
-from model.backbone import load_tokenizer, read_config, revision_of
 from model.chat_template import ensure_chat_template
 from model.errors import JobError, UserError
+from model.loading import describe_model, model_revision
 from model.sources import fetch_model
 from pipelines.jobkit import (
     NOT_IDENTITY,
@@ -109,10 +109,11 @@ def _settings(config: GenerateConfig) -> tuple[AnswerSettings, str]:
     if config.model is None:
         raise UserError("--model is required: a model folder, a Hub id or an fsspec URI.")
     folder = fetch_model(config.model)
-    tokenizer = load_tokenizer(folder)
-    _, adapted = read_config(folder, tokenizer)
-    decode = check_default(config.decode.decode_config(adapted=adapted is not None), adapted)
-    if tokenizer.eos_token and ensure_chat_template(tokenizer):
+    model = describe_model(folder)
+    model.check_mode(config.decode.mode)
+    decode = config.decode.decode_config(adapted=model.adapted, two_tower=model.two_tower)
+    decode = check_default(decode, model.block_diffusion)
+    if model.tokenizer.eos_token and ensure_chat_template(model.tokenizer):
         print(f"generate: {config.model} has no chat template: chats go through the plain one.", file=sys.stderr)
     on_gpu = config.ray.gpus_per_worker > 0 if config.ray.workers else torch.cuda.is_available()
     settings = AnswerSettings(
@@ -124,7 +125,7 @@ def _settings(config: GenerateConfig) -> tuple[AnswerSettings, str]:
         max_rows=config.engine.max_rows,
         weights=config.engine.weights,
     )
-    return settings, revision_of(folder)
+    return settings, model_revision(folder)
 
 
 def _answer_or_forget(

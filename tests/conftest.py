@@ -106,6 +106,14 @@ def tiny_adapted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tower_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny towers in one folder, the denoiser and its time conditioning moved away from the context tower."""
+    from tests.towers import build_tower_folder
+
+    return build_tower_folder(tmp_path_factory.mktemp("models") / "towers")
+
+
+@pytest.fixture(scope="session")
 def sharp_backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     """A loaded tiny adapted Llama (block 8, sub-block 4) whose confidences are spread; for decoding tests."""
     from tests.decoding import sharp_backbone

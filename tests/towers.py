@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from model.attention import NAME
+from model.backbone import load_backbone
 from model.layout import RowBatch
 from model.two_tower.config import TwoTowerConfig
+from model.two_tower.folder import make_two_tower, save_two_tower
 from model.two_tower.layout import Corruption, TwoTowerBatch, draw_corruption, lay_out_two_tower
 from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower, build_two_tower
+from tests.tiny import build_tiny_model
 
 VOCAB, MASK, BLOCK = 96, 3, 4
 
@@ -105,6 +109,16 @@ def scatter(towers: TwoTower, seed: int = 7) -> None:
     with torch.no_grad():
         for parameter in towers.writer().parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def build_tower_folder(folder: Path, block_size: int = 8) -> Path:
+    """A TwoTower folder of the tiny Llama with spread confidences, context tower included; the denoiser's time
+    conditioning does something, and its mask token is no token of the context tower."""
+    base = build_tiny_model(folder.parent / f"{folder.name}_base", initializer_range=0.3)
+    model = make_two_tower(load_backbone(base), block_size=block_size)
+    scatter(model.towers)
+    save_two_tower(model, folder, context=True)
+    return folder
 
 
 def chat_rows(seed: int = 0) -> RowBatch:

@@ -68,7 +68,7 @@ class Counters:
     def count(self, turns: Sequence[Turn], outcomes: Sequence[Outcome], round_s: float, forward_s: float) -> None:
         """A round has ended."""
         self.rounds += 1
-        self.rounds_by_mix[mix_of(outcome.phase.value for outcome in outcomes)] += 1
+        self.rounds_by_mix[mix_of(phase for outcome in outcomes for phase in _phases(outcome))] += 1
         self.round_s += round_s
         self.forward_s += forward_s
         for turn, outcome in zip(turns, outcomes, strict=True):
@@ -77,11 +77,21 @@ class Counters:
             self.query_tokens_by_phase[outcome.phase.value] += len(turn.query)
             if turn.query.phase is not Phase.PREFILL:
                 self.committed_tokens += outcome.committed
+            if outcome.canvas:
+                self.forwards[Phase.DENOISE.value] += 1
+                self.query_tokens += outcome.canvas
+                self.query_tokens_by_phase[Phase.DENOISE.value] += outcome.canvas
             self.drafted_tokens += outcome.drafted
             self.accepted_tokens += outcome.accepted
+
+
+def _phases(outcome: Outcome) -> tuple[str, ...]:
+    """Of the one forward that a row took part in, or of both."""
+    return (outcome.phase.value, Phase.DENOISE.value) if outcome.canvas else (outcome.phase.value,)
 
 
 def answer_tokens(turns: Sequence[Turn], outcomes: Sequence[Outcome]) -> tuple[int, int]:
     """(query tokens of a round that were not a prompt's, tokens decided in it)."""
     prompts = sum(turn.query.keep - turn.query.start for turn in turns if turn.query.phase is Phase.PREFILL)
-    return sum(len(turn.query) for turn in turns) - prompts, sum(len(outcome.reveals) for outcome in outcomes)
+    ran = sum(len(turn.query) for turn in turns) + sum(outcome.canvas for outcome in outcomes)
+    return ran - prompts, sum(len(outcome.reveals) for outcome in outcomes)

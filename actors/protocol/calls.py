@@ -31,6 +31,7 @@ from actors.protocol.request_types import (
 from model.config import MODES, BlockDiffusionConfig, DecodeConfig, check_sub_block, nearest_key
 from model.decoding import GenerationRequest, SamplingParams
 from model.decoding.policies import check_policy
+from model.decoding.requests import check_for_towers
 from model.errors import UserError
 
 COMPLETION_MAX_TOKENS = 16
@@ -44,7 +45,10 @@ SAMPLING_FIELDS = (
     "frequency_penalty",
     "logit_bias",
 )
-NOT_ADAPTED = 'the model was not adapted to write blocks (no "block_diffusion" in its config.json)'
+NOT_ADAPTED = (
+    'the model was not adapted to write blocks (no "block_diffusion" in its config.json, nor a TwoTower folder with a '
+    "denoiser)"
+)
 JOB_FIELDS = ("model", "stream", "stream_options")
 ONE_ANSWER = "n belongs to a request over HTTP, a line of prompts has one answer: write it as several lines."
 
@@ -196,6 +200,7 @@ def check_default(decode: DecodeConfig, adapted: BlockDiffusionConfig | None) ->
             raise UserError(f"decode.mode {decode.mode}: {NOT_ADAPTED}: set decode.mode ar, or give an adapted model.")
         try:
             check_policy(decode)
+            check_for_towers(decode, adapted)
         except UserError as error:
             raise UserError(f"decode.{error}") from error
         check_sub_block(decode.sub_block_size or adapted.sub_block_size, adapted.block_size)
@@ -229,11 +234,11 @@ def decode_config(
         )
     if mode == "lossless":
         _refuse_all_but(("mode", "fused"), given, "mode 'lossless'")
-        return _chosen(DecodeConfig(mode=mode, fused=default.fused), given)
+        return _chosen(DecodeConfig(mode=mode, fused=default.fused), given, adapted)
     if given.get("policy", default.policy) != default.policy:  # its parameters mean nothing to another policy
         kept = {name: getattr(default, name) for name in ("sub_block_size", "refresh", "fused")}
         default = DecodeConfig(**kept)
-    chosen = _chosen(default, {**given, "mode": mode})
+    chosen = _chosen(default, {**given, "mode": mode}, adapted)
     if "sub_block_size" in given:
         _named("diffusion.sub_block_size", check_sub_block, given["sub_block_size"], adapted.block_size)
     return chosen
@@ -245,10 +250,11 @@ def _refuse_all_but(names: tuple[str, ...], given: Mapping[str, Any], why: str) 
             raise RequestError(f"diffusion.{name} has no effect with {why}: leave it out.", param=f"diffusion.{name}")
 
 
-def _chosen(default: DecodeConfig, given: Mapping[str, Any]) -> DecodeConfig:
+def _chosen(default: DecodeConfig, given: Mapping[str, Any], adapted: BlockDiffusionConfig) -> DecodeConfig:
     try:
         chosen = replace(default, **given)
         check_policy(chosen)
+        check_for_towers(chosen, adapted)
     except UserError as error:  # which begins with the field
         raise RequestError(f"diffusion.{error}", param=f"diffusion.{str(error).split()[0]}") from error
     return chosen

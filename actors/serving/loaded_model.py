@@ -12,9 +12,10 @@ from actors.gateway.backend import Served
 from actors.protocol.calls import check_default
 from actors.protocol.card import model_card
 from actors.serve_args import ModelArgs, ServeArgs
-from model.backbone import DTYPES, Backbone, load_backbone
+from model.backbone import DTYPES, Backbone
 from model.decoding import GenerationRequest, SamplingParams
 from model.errors import JobError
+from model.loading import load_model
 
 STALL_ROUNDS = 3  # a round may take so many times the longest one so far before the engine counts as stuck
 
@@ -34,10 +35,15 @@ class LoadedModel:
     """
 
     def __init__(self, args: ServeArgs, which: ModelArgs) -> None:
-        backbone = load_backbone(
-            which.model or args.model, dtype=DTYPES[args.dtype_name], device=args.device, adapter=which.adapter
+        backbone = load_model(
+            which.model or args.model,
+            dtype=DTYPES[args.dtype_name],
+            device=args.device,
+            adapter=which.adapter,
+            mode=args.decode.mode,
         )
-        decode = args.decode.decode_config(adapted=backbone.block_diffusion is not None)
+        blocks = backbone.block_diffusion
+        decode = args.decode.decode_config(adapted=blocks is not None, two_tower=bool(blocks and blocks.two_tower))
         card = model_card(
             backbone,
             name=which.name,

@@ -2,6 +2,8 @@
 
     turns -> Packed (ids, positions, pieces, slots that need a logit) -> forward -> Choices -> rows
 
+A TwoTower model has a second network: its round is two of these, the clean tokens of all rows through the model, then
+the canvases of all rows through `backbone.writer`, those included whose text the first forward has just completed.
 Rows of different phases share the forward: prefill chunks, whole blocks, sub-blocks, commits and AR steps. The LM head
 runs only on the slots that are decided from. The device is read once a round, for the choices of all rows together.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from model.backbone import Backbone
@@ -26,6 +29,7 @@ from model.decoding.packing import Packed, Slots, Turn, pack
 from model.decoding.requests import GenerationRequest, check_request
 from model.decoding.row import MASKED, Phase, Query, Reveal, Row
 from model.decoding.static_forward import StaticForward
+from model.decoding.tower_rows import LosslessTowerRow, TowerRow
 from model.errors import UserError
 from model.kernels.fused import FusedForward
 from model.packed_linear import can_pack, pack_linears
@@ -42,6 +46,7 @@ class Outcome:
     """What a turn did. phase: as it is counted; reveals: the positions decided, with confidences, of the block that
     begins at block_start; error: why the row cannot go on. committed: tokens whose keys and values stay from now on.
     drafted, accepted (lossless mode): tokens that were verified, and those of them that stood.
+    canvas: tokens that the second network ran for the row behind this query, in a denoising forward of the same round.
     """
 
     row: Row
@@ -52,6 +57,7 @@ class Outcome:
     committed: int = 0
     drafted: int = 0
     accepted: int = 0
+    canvas: int = 0
 
 
 class Decoder:
@@ -91,12 +97,15 @@ class Decoder:
         if self.fused is None and can_pack(model):
             pack_linears(model)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.logit_width = 0 if backbone.writer is None else max(backbone.writer.vocab_size, self.vocab_size)
         page_size = backbone.block_diffusion.block_size if backbone.block_diffusion else PAGE_SIZE
-        longest = -(-self.max_length // page_size)
+        self.writer = backbone.writer
+        self.room = self.max_length + (page_size if self.writer is not None else 0)  # a canvas is never cut
+        longest = -(-self.room // page_size)
         pages = pages or max(longest, min(rows * longest, DEFAULT_TOKENS // page_size))
         if pages < longest:
             raise UserError(
-                f"pages {pages} of {page_size} tokens do not hold one row of {self.max_length}: "
+                f"pages {pages} of {page_size} tokens do not hold one row of {self.room}: "
                 f"give at least {longest}, or a smaller max_length."
             )
         self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
@@ -111,6 +120,8 @@ class Decoder:
                 self.cache.add_layer(heads, width, width)
         with torch.inference_mode():
             self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
+        if self.writer is not None:
+            self.writer.prepare(weights=weights, kernels=kernels)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises UserError for a request that can never run here."""
@@ -128,10 +139,13 @@ class Decoder:
         backbone = self.backbone
         if not request.prompt_ids:
             request = replace(request, prompt_ids=(int(backbone.tokenizer.bos_token_id),))
+        towers = self.writer is not None
         if request.decode.mode == "lossless":
             assert backbone.block_diffusion is not None, "check_request refuses it without a block-diffusion model"
-            return LosslessRow(request, self.max_length, backbone.block_diffusion, backbone.tokenizer)
-        return Row(request, self.max_length, backbone.block_diffusion, backbone.tokenizer)
+            kind = LosslessTowerRow if towers else LosslessRow
+            return kind(request, self.room, backbone.block_diffusion, backbone.tokenizer)
+        blocks = TowerRow if towers and request.decode.mode == "diffusion" else Row
+        return blocks(request, self.room, backbone.block_diffusion, backbone.tokenizer)
 
     def pages_to_admit(self, row: Row) -> int:
         """Pages that a row without pages takes from the available ones to encode what it must and begin its block."""
@@ -149,7 +163,7 @@ class Decoder:
 
     def missing_pages(self, turn: Turn) -> int:
         """Pages that the row lacks for this turn."""
-        return max(0, self.cache.pages_for(turn.query.end) - len(turn.row.pages))
+        return max(0, self.cache.pages_for(max(turn.query.end, turn.query.reach)) - len(turn.row.pages))
 
     def supply(self, turn: Turn) -> None:
         """Take the pages that the turn needs. Raises IndexError when they are not available."""
@@ -168,30 +182,31 @@ class Decoder:
 
     def _find(self, row: Row) -> list[int]:
         """Pages in the prefix cache that hold the row's first blocks. A prompt's last logit must still be computed."""
-        undecided = row.encode_until < row.end and row.state[row.encode_until] == MASKED
+        undecided = row.heads and row.encode_until < row.end and row.state[row.encode_until] == MASKED
         return self.cache.pool.find(self._keys(row, row.encode_until - int(undecided)))
 
     def _keys(self, row: Row, tokens: int) -> list[Key]:
-        return chain_keys(self._salt(row.block_size), row.tokens[:tokens], self.cache.page_size)
+        return chain_keys(self._salt(row.span), row.tokens[:tokens], self.cache.page_size)
 
     def salts(self) -> dict[str, Key]:
         """The first key of the chains in the prefix cache, by decoding mode."""
         salts = {"ar": self._salt(1), "lossless": self._salt(1)}
         if self.backbone.block_diffusion is not None:
-            salts["diffusion"] = self._salt(self.backbone.block_diffusion.block_size)
+            span = 1 if self.writer is not None else self.backbone.block_diffusion.block_size
+            salts["diffusion"] = self._salt(span)
         return salts
 
-    def _salt(self, block_size: int) -> Key:
+    def _salt(self, span: int) -> Key:
         """Everything but the tokens that keys and values depend on."""
         backbone = self.backbone
-        what = (backbone.name, backbone.revision, str(self.cache.dtype), self.cache.page_size, block_size)
+        what = (backbone.name, backbone.revision, str(self.cache.dtype), self.cache.page_size, span)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
     def _publish(self, row: Row) -> None:
         """Let others find the row's blocks that are committed now."""
         size = self.cache.page_size
         for index in range(len(row.keys), row.committed // size):
-            parent = row.keys[-1] if row.keys else self._salt(row.block_size)
+            parent = row.keys[-1] if row.keys else self._salt(row.span)
             row.keys += chain_keys(parent, row.tokens[index * size : (index + 1) * size], size)
             self.cache.pool.publish(row.pages[index], row.keys[index])
 
@@ -203,24 +218,48 @@ class Decoder:
         """
         for turn in turns:
             self.supply(turn)
-        with torch.inference_mode():
-            packed = pack(turns, self.cache)
-            started = time.perf_counter()
-            logits = self._forward(packed)
-            self.model_s += time.perf_counter() - started
-            self.most_tokens = max(self.most_tokens, packed.plan.where.shape[0])
-            self.most_logits = max(self.most_logits, logits.shape[0])
-            choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
-        bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
-        outcomes = [
-            _apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)
-        ]
+        outcomes = self._run(turns) if self.writer is None else self._run_towers(turns)
         for outcome in outcomes:
             if outcome.error is not None:
                 self.cache.forget(outcome.row.pages[len(outcome.row.keys) :])
             elif publish:
                 self._publish(outcome.row)
         return outcomes
+
+    def _run_towers(self, turns: Sequence[Turn]) -> list[Outcome]:
+        """The model's forward, then the second network's: of rows that had asked for it, or ask now."""
+        reading = [turn for turn in turns if not turn.query.noisy]
+        read = self._run(reading) if reading else []
+        going_on = [Turn(outcome.row) for outcome in read if outcome.error is None and _writes_now(outcome.row)]
+        writing = [turn for turn in turns if turn.query.noisy] + going_on
+        written = self._run(writing) if writing else []
+        by_row = {id(outcome.row): outcome for outcome in read}
+        for turn, outcome in zip(writing, written, strict=True):
+            before = by_row.get(id(turn.row))
+            by_row[id(turn.row)] = outcome if before is None else _joined(before, outcome, len(turn.query))
+        return [by_row[id(turn.row)] for turn in turns]
+
+    def _run(self, turns: Sequence[Turn]) -> list[Outcome]:
+        """One forward, of the network that these turns are for."""
+        noisy = turns[0].query.noisy if turns else False
+        with torch.inference_mode():
+            packed = pack(turns, self.cache)
+            started = time.perf_counter()
+            logits = self._forward_writer(turns, packed) if noisy else self._forward(packed)
+            self.model_s += time.perf_counter() - started
+            if logits.shape[1] < self.logit_width:  # the second network may know a mask token that the model does not
+                logits = pad(logits, (0, self.logit_width - logits.shape[1]), value=-torch.inf)
+            self.most_tokens = max(self.most_tokens, packed.plan.where.shape[0])
+            self.most_logits = max(self.most_logits, logits.shape[0])
+            choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
+        bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
+        return [_apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)]
+
+    def _forward_writer(self, turns: Sequence[Turn], packed: Packed) -> Tensor:
+        """Logits [N, V] of the canvases' slots."""
+        assert self.writer is not None, "only a model with a second network has canvases"
+        times = torch.tensor([turn.query.time for turn in turns], dtype=torch.float64)
+        return self.writer(packed, times)
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""
@@ -266,6 +305,27 @@ def _fused_forward(model: PreTrainedModel, weights: str) -> FusedForward | None:
             "model are needed; the log says what lacks): use engine.weights model."
         )
     return fused
+
+
+def _writes_now(row: Row) -> bool:
+    """Whether a row whose text the model has just read may write behind it in the same round."""
+    return (
+        isinstance(row, TowerRow | LosslessTowerRow)
+        and row.phase is Phase.DENOISE
+        and row.request.decode.fused != "off"
+    )
+
+
+def _joined(read: Outcome, written: Outcome, canvas: int) -> Outcome:
+    """What a row did in both forwards of a round; only one of them decides tokens of the answer."""
+    deciding = read if read.reveals else written
+    return replace(
+        read,
+        reveals=deciding.reveals,
+        block_start=deciding.block_start,
+        error=written.error,
+        canvas=canvas,
+    )
 
 
 def _apply(turn: Turn, slots: Slots, choices: Choices, mine: range) -> Outcome:

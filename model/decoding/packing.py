@@ -104,21 +104,25 @@ def pack(turns: Sequence[Turn], cache: BlockCache) -> Packed:
 
 def _pieces(turn: Turn, offset: int, table: np.ndarray) -> list[Piece]:
     """A row's attention. A sub-block's query sees its whole working block, which lies in the cache behind it; masks
-    that draft see each other and all before them, the clean tokens there only what AR mode sees."""
+    that draft see each other and all before them, the clean tokens there only what AR mode sees. A second network's
+    canvas sees all of itself and of what is before it."""
     row, query = turn.row, turn.query
+    if query.noisy:
+        return [Piece(offset, len(query), query.start, query.end, query.end, table)]
     if query.drafts:
         clean = query.keep - query.start
         masks = Piece(offset + clean, query.drafts, query.keep, query.end, query.end, table)
-        return [Piece(offset, clean, query.start, query.keep, row.block_size, table), masks]
+        return [Piece(offset, clean, query.start, query.keep, row.span, table), masks]
     visible = max(query.end, row.block_end) if len(query.candidates) else query.end
-    return [Piece(offset, len(query), query.start, visible, row.block_size, table)]
+    return [Piece(offset, len(query), query.start, visible, row.span, table)]
 
 
 def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
     """(turn, read, position, column) of a turn's slots: verified ones and head, candidates, guess, drafts."""
+    shift = 0 if query.noisy else 1  # from a slot to the token whose logit predicts it
     positions = [query.candidates]
     columns = [query.candidates - query.block_start]
-    assert not len(query.candidates) or query.candidates[0] > query.start, "the logit before a slot must be there"
+    assert not len(query.candidates) or query.candidates[0] >= query.start + shift, "a slot's logit must be there"
     if query.head:
         positions.insert(0, np.arange(query.keep - query.drafted, query.keep + 1))
         columns.insert(0, np.full(query.drafted + 1, Slots.HEAD))
@@ -126,10 +130,10 @@ def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
         positions.append(np.array([query.end]))
         columns.append(np.array([Slots.GUESS]))
     if query.drafts:
-        positions.append(np.arange(query.keep + 1, query.end + 1))
+        positions.append(query.keep + shift + np.arange(query.drafts))
         columns.append(np.full(query.drafts, Slots.DRAFT))
     position = np.concatenate(positions)
-    return np.full(len(position), index), offset + position - 1 - query.start, position, np.concatenate(columns)
+    return np.full(len(position), index), offset + position - shift - query.start, position, np.concatenate(columns)
 
 
 def _padded_tensor(parts: Sequence[np.ndarray], device: torch.device, *, at_least: int = 0) -> Tensor:

@@ -205,8 +205,26 @@ def _check_diffusion(decode: DecodeConfig, block_diffusion: BlockDiffusionConfig
     if block_diffusion is None:
         raise UserError(
             f'mode "{decode.mode}" needs a model adapted to write blocks, and this one is not '
-            '(no "block_diffusion" in its config.json): use mode "ar", or adapt it first.'
+            '(no "block_diffusion" in its config.json, nor a denoiser): use mode "ar", or adapt it first.'
         )
     check_policy(decode)
+    check_for_towers(decode, block_diffusion)
     if decode.sub_block_size is not None:
         check_sub_block(decode.sub_block_size, block_diffusion.block_size)
+
+
+def check_for_towers(decode: DecodeConfig, block_diffusion: BlockDiffusionConfig) -> None:
+    """Raises UserError, the field first, for a choice that means nothing to a TwoTower model: its denoiser always runs
+    the whole canvas."""
+    if not block_diffusion.two_tower:
+        return
+    if decode.sub_block_size not in (None, block_diffusion.block_size):
+        raise UserError(
+            f"sub_block_size {decode.sub_block_size} has no effect on a TwoTower model, whose denoiser fills whole "
+            f"blocks of {block_diffusion.block_size}: leave it out."
+        )
+    if decode.refresh != "always":
+        raise UserError(
+            f"refresh {decode.refresh} has no effect on a TwoTower model, whose denoiser runs every block as a whole: "
+            "leave it out."
+        )

@@ -19,7 +19,8 @@ The slot at `keep`, decided from the logit before it in that same forward, is no
 (`masked_head`), or holds a guess (`speculative`) and the denoising counts only if the guess was right.
 
 AR mode is the same machine with blocks of one token: every step commits one and decides the next; lossless mode
-(`model.decoding.lossless`) decides several where its drafts were right. A row that loses its
+(`model.decoding.lossless`) decides several where its drafts were right. Rows of a TwoTower model are in
+`model.decoding.tower_rows`. A row that loses its
 pages (`preempt`) keeps its tokens and encodes them again; one with a sub-block cache also runs its last refresh again.
 """
 
@@ -72,6 +73,9 @@ class Query:
     last logit also guesses position `end`. assumed: the guess that stands at `keep` in the canvas.
     drafted, drafts (lossless mode): clean tokens before `keep` that this forward verifies; tokens that the canvas
     drafts, for the positions behind `keep`.
+    noisy: a canvas for the model's second network (TwoTower's denoiser): all of it sees all of it, each logit is of its
+    own position, drafts begin at `keep`. time: the masked share of such a canvas. reach: where a canvas ends that the
+    row may run behind this query in the same round, 0 for none.
     """
 
     phase: Phase
@@ -89,6 +93,9 @@ class Query:
     assumed: int | None = None
     drafted: int = 0
     drafts: int = 0
+    noisy: bool = False
+    time: float = 0.0
+    reach: int = 0
 
     def __post_init__(self) -> None:
         assert self.start <= self.keep or self.phase is Phase.DENOISE
@@ -100,6 +107,8 @@ class Query:
 
 class Row:
     """A running request. `pages` are its pages of the cache; `max_length` the longest row in tokens."""
+
+    heads = True  # whether the prompt's last logit decides a token
 
     def __init__(
         self,
@@ -114,14 +123,14 @@ class Row:
         self.block_size, self.sub_block_size = _sizes(request, block_diffusion)
         self.prompt_length = len(request.prompt_ids)
         self.limit = self.prompt_length + request.max_tokens
-        whole_blocks = -(-self.limit // self.block_size) * self.block_size
+        whole_blocks = self._block_at(self.limit - 1) + self.block_size
         self.end = min(whole_blocks, max_length)  # a last block that would not fit is cut short
         self.tokens = np.zeros(self.end, dtype=np.int64)
         self.state = np.full(self.end, MASKED, dtype=np.uint8)
         self.tokens[: self.prompt_length] = request.prompt_ids
         self.state[: self.prompt_length] = DECIDED
         self.committed = 0
-        self.encode_until = self.prompt_length // self.block_size * self.block_size
+        self.encode_until = self._block_at(self.prompt_length)
         self.frontier = self.prompt_length  # end of the contiguous decided prefix
         self.finish_reason: str | None = None
         self.forwards = {"prefill": 0, "denoise": 0, "commit": 0}
@@ -143,7 +152,7 @@ class Row:
 
     def _take_over(self, answered: tuple[int, ...]) -> None:
         """Go on behind the blocks that another engine committed. The last token is decided again, so no row is done."""
-        known = (self.prompt_length + len(answered) - 1) // self.block_size * self.block_size
+        known = self._block_at(self.prompt_length + len(answered) - 1)
         if not answered or known <= self.prompt_length:
             return
         self.tokens[self.prompt_length : known] = answered[: known - self.prompt_length]
@@ -151,11 +160,20 @@ class Row:
         self.encode_until = known
         self._advance()
 
+    def _block_at(self, position: int) -> int:
+        """Where the block begins that holds the position."""
+        return position // self.block_size * self.block_size
+
     # ------------------------------------------------------------------------------------------- what is needed next
     @property
     def causal(self) -> bool:
         """True in AR mode: every token sees what stands before it and itself."""
         return self.block_size == 1
+
+    @property
+    def span(self) -> int:
+        """How far clean tokens see: to the end of their span of so many positions. 1: no further than themselves."""
+        return self.block_size
 
     @property
     def prefill_left(self) -> int:
@@ -370,12 +388,15 @@ class Row:
     # ------------------------------------------------------------------------------------------- what the caller gets
     def take_delta(self) -> tuple[tuple[int, ...], str]:
         """Final tokens and text that nobody has got yet, cut at sub-blocks; empty when there is nothing new."""
-        boundary = self.frontier // self.sub_block_size * self.sub_block_size
-        if self.finish_reason is None and boundary <= self._delivered:
+        if self.finish_reason is None and self._final() <= self._delivered:
             return (), ""
         tokens = tuple(self.tokens[self._delivered : self.frontier].tolist())
         self._delivered = self.frontier
         return tokens, self._text.take()
+
+    def _final(self) -> int:
+        """The position up to which tokens are worth telling."""
+        return self.frontier // self.sub_block_size * self.sub_block_size
 
     def logprobs(self, count: int) -> tuple[TokenLogprob, ...] | None:
         """Of the last `count` final tokens; None where the request does not ask."""

@@ -182,7 +182,7 @@ def _opened(rows: Sequence[Writing], masked: Tensor, confidence: Tensor, chosen:
             confidence=confidence[lines],
             candidates=masked[lines],
             steps_left=torch.tensor(steps).clamp(min=1),
-            progress=1 - masked[lines].double().mean(1),
+            progress=1 - masked[lines].to(confidence.dtype).mean(1),
             parameters={
                 key: torch.tensor([policy.value(d, key) for d in of_policy], dtype=confidence.dtype)
                 for key in policy.parameters
@@ -199,7 +199,7 @@ def _sampling(towers: TwoTower, rows: Sequence[Writing], size: int) -> SlotSampl
     slots = torch.arange(len(rows) * size)
     positions = torch.cat([row.stretch.length + torch.arange(size) for row in rows])
     steps = torch.tensor([row.step for row in rows]).repeat_interleave(size)
-    return sampling_of([row.request.sampling for row in rows], size, slots, positions, steps + 1).banning(
+    return sampling_of([row.request.sampling for row in rows], size, slots, positions, steps).banning(
         slots, towers.config.mask_token_id
     )
 
@@ -260,11 +260,16 @@ def write_tokens(towers: TwoTower, requests: Sequence[TowerRequest]) -> list[Tow
 def next_tokens(rows: Sequence[Writing]) -> list[int]:
     """The token that AR decoding writes next in each row, from the context tower's last logits."""
     logits = torch.stack([row.stretch.logits for row in rows if row.stretch.logits is not None]).cpu()
-    slots = torch.arange(len(rows))
-    positions = torch.tensor([row.stretch.length for row in rows])
-    draws = sampling_of([row.request.sampling for row in rows], 1, slots, positions, torch.zeros_like(slots))
-    tokens: list[int] = choose(logits, draws.banning(slots[:0], None)).token.tolist()
+    asked, positions = [row.request.sampling for row in rows], torch.tensor([row.stretch.length for row in rows])
+    tokens: list[int] = drawn(logits, asked, positions, step=0).tolist()
     return tokens
+
+
+def drawn(logits: Tensor, asked: Sequence[SamplingParams], positions: Tensor, step: int) -> Tensor:
+    """Tokens int64 [R] from logits [R, V], each by its own parameters and noise; positions int64 [R]."""
+    slots = torch.arange(len(asked))
+    draws = sampling_of(asked, 1, slots, positions, torch.full_like(slots, step))
+    return choose(logits.clone(), draws.banning(slots[:0], None)).token
 
 
 def log_likelihoods(towers: TwoTower, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

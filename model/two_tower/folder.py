@@ -136,12 +136,20 @@ def read_two_tower_config(folder: Path) -> TwoTowerConfig:
         raise UserError(f"{folder / FILE} is not readable JSON: {first_line(error)}") from error
 
 
+def context_folder(folder: Path, config: TwoTowerConfig) -> Path:
+    """Where the context tower of a model folder lies. Raises UserError where it is not there."""
+    if config.context != OWN_CONTEXT:
+        return fetch_model(config.context)
+    if not (folder / OWN_CONTEXT).is_dir():
+        raise UserError(f"{folder} lacks the folder {OWN_CONTEXT}, which {FILE} says it holds: copy it again.")
+    return folder / OWN_CONTEXT
+
+
 def _load_context(folder: Path, config: TwoTowerConfig, dtype: torch.dtype, device: str) -> Backbone:
+    place = context_folder(folder, config)
     if config.context == OWN_CONTEXT:
-        if not (folder / OWN_CONTEXT).is_dir():
-            raise UserError(f"{folder} lacks the folder {OWN_CONTEXT}, which {FILE} says it holds: copy it again.")
-        return load_backbone(folder / OWN_CONTEXT, dtype=dtype, device=device)
-    revision = revision_of(fetch_model(config.context))
+        return load_backbone(place, dtype=dtype, device=device)
+    revision = revision_of(place)
     if config.context_revision not in (None, revision):
         raise UserError(
             f"{folder} was trained on {config.context} with revision {config.context_revision}, but that is now "

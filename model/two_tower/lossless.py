@@ -23,8 +23,9 @@ from torch import Tensor
 
 from model.decoding.acceptance import ACCEPT, DRAFT, REPLACE, accept
 from model.decoding.requests import SamplingParams
-from model.decoding.sampling import invert, uniform
-from model.two_tower.decoding import TowerAnswer, TowerRequest, Writing, next_tokens, open_rows
+from model.decoding.sampling import distributions, uniform
+from model.decoding.tower_rows import draft_length
+from model.two_tower.decoding import TowerAnswer, TowerRequest, Writing, drawn, next_tokens, open_rows, sampling_of
 from model.two_tower.reader import Reader
 from model.two_tower.recurrent import States
 from model.two_tower.towers import TwoTower
@@ -65,7 +66,8 @@ def write_lossless(
         heads = [row.answer.written[-1] for row in working]
         drafts = draft(reader, working, heads, most)
         proposals = torch.stack([torch.cat((torch.tensor([h]), d.tokens)) for h, d in zip(heads, drafts, strict=True)])
-        lengths = [draft_length(row.answer.accepted, most) for row in working]
+        left = [row.request.max_tokens - len(row.answer.written) - 1 for row in working]  # the last is never drafted
+        lengths = [min(draft_length(row.answer.accepted, most), n) for row, n in zip(working, left, strict=True)]
         proposals = proposals[:, : 1 + max(lengths)]
         reading = reader.read([row.stretch for row in working], proposals)
         for index, row in enumerate(working):
@@ -74,15 +76,6 @@ def write_lossless(
             row.answer.accepted.append(kept)
             row.write([*proposals[index, 1:kept].tolist(), following])
     return [row.answer for row in rows]
-
-
-def draft_length(accepted: Sequence[int], most: int) -> int:
-    """How many drafted slots to read next, 1 to `most`: twice the mean of what the last four rounds kept, and one more.
-
-    accepted: tokens that each round kept, its first one (which is no draft) included.
-    """
-    recent = [kept - 1 for kept in accepted[-4:]]
-    return most if not recent else min(most, max(1, 1 + -(-2 * sum(recent) // len(recent))))
 
 
 def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
@@ -96,10 +89,11 @@ def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
         wrong = [slot for slot in range(count) if int(draft.tokens[slot]) != written[slot]]
         kept = wrong[0] if wrong else count
         return kept + 1, written[kept]
-    p = target_distribution(logits[: count + 1].cpu(), row.request.sampling)
+    given = logits[: count + 1].cpu()
+    p = target_distribution(given[:count], row.request.sampling)
     positions = row.stretch.length + 1 + torch.arange(count + 1)  # of slots 1 .. n, and behind them
     chance, point = (_noise(row, positions, step) for step in (ACCEPT, REPLACE))
-    vocabulary = p.shape[1]
+    vocabulary = given.shape[1]
     for slot in range(count):
         token = int(draft.tokens[slot])
         q = one_hot(token, vocabulary) if draft.q is None else _fitted(draft.q[slot], vocabulary)
@@ -109,7 +103,7 @@ def verify(row: Writing, draft: Draft, logits: Tensor) -> tuple[int, int]:
         stands, chosen = accept(p[slot : slot + 1], q[None], at, one, point[slot : slot + 1])
         if not bool(stands):
             return slot + 1, int(chosen)
-    return count + 1, int(invert(p[count:], point[count:]))
+    return count + 1, int(drawn(given[count:], [row.request.sampling], positions[count:], step=0))
 
 
 def _noise(row: Writing, positions: Tensor, step: int) -> Tensor:
@@ -118,21 +112,16 @@ def _noise(row: Writing, positions: Tensor, step: int) -> Tensor:
 
 
 def target_distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """What AR decoding draws from, float64 [n, V]: after temperature, top-k, top-p and min-p."""
-    ranked, order = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-    weight = ranked.softmax(-1)
-    if sampling.top_k:
-        weight[:, sampling.top_k :] = 0
-    total = weight.sum(-1, keepdim=True)
-    weight = weight.masked_fill(weight.cumsum(-1) - weight >= sampling.top_p * total, 0.0)
-    weight = weight.masked_fill(weight < sampling.min_p * weight[:, :1], 0.0)
-    weight = weight / weight.sum(-1, keepdim=True)
-    return torch.zeros_like(weight).scatter(1, order, weight)
+    """What AR decoding draws from logits [n, V], float32 [n, V]: after temperature, top-k, top-p and min-p."""
+    slots = torch.arange(len(logits))
+    how = sampling_of([sampling], len(logits), slots, slots, slots)
+    draws = how.cut if sampling.cuts else how.plain
+    return logits[:0].float() if draws is None else distributions(logits, draws, cuts=sampling.cuts)
 
 
 def one_hot(token: int, vocabulary: int) -> Tensor:
     """All weight on one token, none where it is outside the vocabulary."""
-    q = torch.zeros(vocabulary, dtype=torch.float64)
+    q = torch.zeros(vocabulary)
     if token < vocabulary:
         q[token] = 1.0
     return q
@@ -140,7 +129,7 @@ def one_hot(token: int, vocabulary: int) -> Tensor:
 
 def _fitted(q: Tensor, vocabulary: int) -> Tensor:
     """A denoiser may know tokens that the context tower's head does not (a mask token of its own): they have none."""
-    q = q.double()[:vocabulary]
+    q = q[:vocabulary]
     return torch.nn.functional.pad(q, (0, vocabulary - len(q)))
 
 
@@ -192,13 +181,13 @@ def _last_step(row: Writing, logits: Tensor, canvas: Tensor, fixed: Tensor) -> D
     if row.request.sampling.greedy:
         return Draft(torch.where(fixed, canvas, logits.argmax(-1))[1:])
     q = target_distribution(logits, row.request.sampling)
-    at = _noise(row, row.stretch.length + torch.arange(len(canvas)), DRAFT)
-    drawn = invert(q.double(), at)
-    tokens = torch.where(fixed, canvas, drawn)
+    positions = row.stretch.length + torch.arange(len(canvas))
+    own = drawn(logits, [row.request.sampling] * len(canvas), positions, step=DRAFT)
+    tokens = torch.where(fixed, canvas, own)
     q = torch.where(fixed[:, None], _points(canvas, q.shape[1]), q)
     return Draft(tokens[1:], q[1:])
 
 
 def _points(tokens: Tensor, vocabulary: int) -> Tensor:
     """Distributions [n, V] with all weight on the tokens [n]."""
-    return torch.nn.functional.one_hot(tokens, vocabulary).double()
+    return torch.nn.functional.one_hot(tokens, vocabulary).float()

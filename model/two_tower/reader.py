@@ -19,12 +19,12 @@ from model.attention import CappingPlan
 from model.cache import BlockCache
 from model.decoding.plan import DecodePlan, Piece
 from model.errors import UserError
+from model.two_tower.canvas import denoise, extra_rows
 from model.two_tower.prefix import capped_attention
 from model.two_tower.recurrent import States, join_states
 from model.two_tower.towers import TwoTower
 
 BOTH_WAYS = 1 << 40  # a span beyond every position: the block's queries see the whole row
-ROUND_TO = 4  # tokens of a forward: on CPU a product over fewer rounds differently
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Reader:
         """The context tower reads ids int64 [R, n] behind each row; nothing is committed yet, see `commit`."""
         context = self.towers.context
         count = ids.shape[1]
-        extra = _extra_rows(len(rows), count)
+        extra = extra_rows(len(rows), count)
         plan, positions = self._plan(rows, count, extra, span=1)
         seeds = [row.states for row in rows] + [rows[0].states] * extra
         cache = context.cache(self._joined(seeds), count)
@@ -98,17 +98,12 @@ class Reader:
         """Logits [R, S, V] of the denoiser for canvases int64 [R, S] behind the rows, at times [R] in [0, 1]."""
         denoiser = self.towers.writer()
         count = canvases.shape[1]
-        extra = _extra_rows(len(rows), count)
-        plan, positions = self._plan(rows, count, extra, span=BOTH_WAYS)
+        extra = extra_rows(len(rows), count)
+        plan, positions = self._plan(rows, count, 0, span=BOTH_WAYS)
         if denoiser.device != self.cache.device:
-            plan = _Across(plan, self.cache.device)
+            plan = Across(plan, self.cache.device)
         seeds = self._joined([row.states for row in rows] + [rows[0].states] * extra)
-        keep = torch.ones((len(rows) + extra, count), dtype=torch.bool)
-        padded = torch.cat((canvases, canvases.new_zeros((extra, count))))
-        index = torch.arange(len(rows) + extra).clamp(max=len(rows) - 1)
-        with torch.no_grad():
-            logits: Tensor = denoiser(padded, positions, times, index, plan, seeds, keep).logits
-        return logits.view(len(rows) + extra, count, -1)[: len(rows)]
+        return denoise(denoiser, canvases, positions, times, plan, seeds)
 
     def release(self, row: Stretch) -> None:
         """Give the row's pages back."""
@@ -133,19 +128,11 @@ class Reader:
             where.append(self.cache.where(table, np.arange(row.length, end)))
         plan = DecodePlan(self.cache, pieces, torch.from_numpy(np.concatenate(where)).to(self.cache.device))
         starts = torch.tensor([row.length for row in rows] + [0] * extra)
-        return _Capping(plan, self.storage), starts[:, None] + torch.arange(count)
-
-
-def _extra_rows(rows: int, count: int) -> int:
-    """Rows of padding that make the forward's tokens a multiple of ROUND_TO."""
-    extra = 0
-    while (rows + extra) * count % ROUND_TO:
-        extra += 1
-    return extra
+        return Capping(plan, self.storage), starts[:, None] + torch.arange(count)
 
 
 @dataclass(frozen=True)
-class _Capping:
+class Capping:
     """A decoding plan for models of which only some layers attend, that can cap scores too, without the kernel."""
 
     plan: DecodePlan
@@ -180,7 +167,7 @@ class _Capping:
 
 
 @dataclass(frozen=True)
-class _Across:
+class Across:
     """Attention on another device than the layers: where the cache lies, so that no prefix ever moves."""
 
     plan: CappingPlan

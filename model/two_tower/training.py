@@ -36,16 +36,18 @@ class ContextStates:
 def read_context(context: ContextTower, batch: TwoTowerBatch, *, fold: bool = True) -> ContextStates:
     """One pass without gradients. fold: see `Boundaries`."""
     batch = batch.to(context.device)
+    known = context.causal_lm.get_input_embeddings().num_embeddings
+    ids = batch.context_ids.masked_fill(batch.context_ids >= known, 0)  # padding with a mask that it does not know
     plan = recording(batch.context_documents.flatten(), batch.context_positions.flatten())
     keep = torch.zeros_like(batch.context_ids, dtype=torch.bool)
     keep[0, 0] = True  # the head has nothing to say here, but every rank of ZeRO must run it
     cache = context.cache({}, 2)
     if cache is None:
-        context.read(batch.context_ids, batch.context_positions, plan, None, keep)
+        context.read(ids, batch.context_positions, plan, None, keep)
         return ContextStates(plan.kept, {})
     boundaries = Boundaries(context.causal_lm, batch.block_row, batch.block_offset, fold=fold)
     with boundaries.watching(cache):
-        context.read(batch.context_ids, batch.context_positions, plan, cache, keep)
+        context.read(ids, batch.context_positions, plan, cache, keep)
     return ContextStates(plan.kept, boundaries.states)
 
 

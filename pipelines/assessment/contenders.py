@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.protocol.calls import check_default
-from model.backbone import load_tokenizer, read_config
 from model.config import BlockDiffusionConfig, DecodeConfig
 from model.decoding import POLICIES
 from model.errors import UserError
+from model.loading import describe_model
 from model.sources import fetch_model
 from pipelines.jobkit import DecodeSection
 
@@ -33,6 +33,11 @@ class Subject:
         """What a report calls it."""
         return plain_name(self.source)
 
+    @property
+    def two_tower(self) -> bool:
+        """Whether a second network writes its blocks."""
+        return self.block_diffusion is not None and self.block_diffusion.two_tower
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -49,18 +54,24 @@ def plain_name(source: str) -> str:
     return f"{parents[-1]}/{name}" if name == "model" and parents else name
 
 
-def find_subjects(model: str | None, base: str | None, control: str | None) -> list[Subject]:
-    """The models to assess, the base first; reads their configurations, not their weights. Raises UserError."""
+def find_subjects(model: str | None, base: str | None, control: str | None, mode: str | None = None) -> list[Subject]:
+    """The models to assess, the base first; reads their configurations, not their weights. Raises UserError.
+
+    mode: what decode.mode asks of `model`; the other two decode token by token.
+    """
     given = [("base", base), ("control", control), ("adapted", model)]
-    found = [_subject(role, source) for role, source in given if source is not None]
+    found = [
+        _subject(role, source, mode if role == "adapted" else "ar") for role, source in given if source is not None
+    ]
     if not found:
         raise UserError("--model is required (or --base alone): a model folder, a Hub id or an fsspec URI.")
     return found
 
 
-def _subject(role: str, source: str) -> Subject:
-    folder = fetch_model(source)
-    _, block_diffusion = read_config(folder, load_tokenizer(folder))
+def _subject(role: str, source: str, mode: str | None) -> Subject:
+    model = describe_model(fetch_model(source))
+    model.check_mode(mode)
+    block_diffusion = model.block_diffusion
     if role == "adapted" and block_diffusion is None:
         role = "model"
     return Subject(role, source, block_diffusion)
@@ -95,7 +106,7 @@ def make_contenders(
 def _lossless(subject: Subject, decode: DecodeSection, thresholds: Sequence[float] | None) -> Contender:
     if thresholds is not None:
         raise UserError("--thresholds has no effect with --decode.mode lossless: leave one of them out.")
-    asked = check_default(decode.decode_config(adapted=True), subject.block_diffusion)
+    asked = check_default(decode.decode_config(adapted=True, two_tower=subject.two_tower), subject.block_diffusion)
     return Contender(f"{subject.role}, lossless", subject, asked)
 
 
@@ -108,7 +119,7 @@ def _writes_blocks(subject: Subject, decode: DecodeSection, thresholds: Sequence
 
 
 def _block_configs(subject: Subject, decode: DecodeSection, thresholds: Sequence[float] | None) -> list[DecodeConfig]:
-    asked = replace(decode.decode_config(adapted=True), mode="diffusion")
+    asked = replace(decode.decode_config(adapted=True, two_tower=subject.two_tower), mode="diffusion")
     checked = check_default(asked, subject.block_diffusion)
     if thresholds is None:
         return [checked]

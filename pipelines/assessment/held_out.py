@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion
 from model.config import BlockDiffusionConfig
 from model.errors import UserError
 from model.layout import RowBatch
+from model.loading import weight_folders
 from model.objective import held_out_loss, make_objective
+from model.two_tower.folder import load_two_tower
+from model.two_tower.training import TwoTowerObjective, held_out_bound
 from pipelines.assessment.contenders import Subject
 from pipelines.chats.over_long import fit
 from pipelines.chats.pack import plan_rows
@@ -117,9 +120,9 @@ def each_row(rows: RowBatch) -> Iterator[RowBatch]:
 
 
 def count_parameters(folder: Path) -> int:
-    """Numbers in the safetensors of a model folder, tied ones once."""
+    """Numbers in the safetensors of a model folder, tied ones once; of both towers, where it is two."""
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in (path for part in weight_folders(folder) for path in part.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
             total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return total
@@ -131,7 +134,11 @@ def measure_losses(
     """{"masked", "next_token"}: mean nats per supervised token, {"rows", "supervised_tokens"}: of how much.
 
     block_size: for a model that was not adapted; another one than an adapted model's own is refused with UserError.
+    Of two towers, masked is the denoiser's loss at masked positions, as trained, next_token the context tower's; with
+    {"bound"}, the bound of the nats per token that blocks cost.
     """
+    if subject.two_tower:
+        return _tower_losses(subject, source, DTYPES[dtype], device, seed)
     backbone = load_backbone(subject.source, dtype=DTYPES[dtype], device=device)
     backbone = make_block_diffusion(backbone, block_size=block_size, trained_context_length=None)
     adapted = backbone.block_diffusion
@@ -144,6 +151,28 @@ def measure_losses(
     return {
         "masked": figures["block_diffusion"],
         "next_token": figures["next_token"],
+        "rows": rows.input_ids.shape[0],
+        "supervised_tokens": rows.supervised_tokens,
+    }
+
+
+def _tower_losses(
+    subject: Subject, source: HeldOutTasks | HeldOutRows, dtype: torch.dtype, device: str, seed: int
+) -> dict[str, Any]:
+    assert subject.block_diffusion is not None, "a model of two towers writes blocks"
+    loaded, blocks = load_two_tower(subject.source, dtype=dtype, device=device), subject.block_diffusion
+    towers, context = loaded.towers, loaded.context
+    rows = source.rows(loaded.tokenizer, blocks)
+    objective = TwoTowerObjective(blocks.block_size, blocks.mask_token_id, seed, towers.context.recurrent)
+    known = context.model.get_input_embeddings().num_embeddings  # the mask token may be the denoiser's alone
+    clean = replace(rows, input_ids=rows.input_ids.masked_fill(rows.input_ids >= known, 0))
+    with Progress(f"assess: held-out loss of {subject.role}", total=2 * len(rows.input_ids), unit="rows") as progress:
+        held_out = held_out_bound(towers, objective, told(each_row(rows), progress))
+        next_token = _loss(context, blocks, "next_token", told(each_row(clean), progress), seed)
+    return {
+        "masked": held_out.loss,
+        "bound": held_out.bound,
+        "next_token": next_token,
         "rows": rows.input_ids.shape[0],
         "supervised_tokens": rows.supervised_tokens,
     }

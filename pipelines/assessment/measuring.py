@@ -17,8 +17,9 @@ from actors.answers import answer_of
 from actors.engine.loop import Engine, EngineConfig
 from actors.engine.together import generate_all
 from actors.protocol.card import ModelCard, model_card
-from model.backbone import DTYPES, Backbone, load_backbone
+from model.backbone import DTYPES, Backbone
 from model.decoding import GenerationRequest
+from model.loading import load_model
 from pipelines.assessment.contenders import AR, Contender, Subject
 from pipelines.assessment.journal import Journal, Key
 from pipelines.assessment.questions import Question, make_requests
@@ -120,7 +121,7 @@ def _player(
 
 def _load(subject: Subject, questions: Sequence[Question], settings: Settings) -> tuple[ModelCard, Engine]:
     """The model with an engine whose rows are as long as the longest question and answer."""
-    backbone = load_backbone(subject.source, dtype=DTYPES[settings.dtype], device=settings.device)
+    backbone = load_model(subject.source, dtype=DTYPES[settings.dtype], device=settings.device, mode="ar")
     card = model_card(backbone, name=subject.name)
     longest = max(len(r.prompt_ids) + r.max_tokens for r in make_requests(questions, card, AR, settings.seed))
     config = EngineConfig(

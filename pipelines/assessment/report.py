@@ -161,7 +161,8 @@ def _legend(setting: Setting) -> str:
         return text
     return (
         f"{text} Losses: mean nats per supervised token on {setting.held_out}; masked: both complementary views under "
-        "fixed seeded masks, a model that was not adapted with the mask token that adaptation would choose; "
+        "fixed seeded masks, a model that was not adapted with the mask token that adaptation would choose, a TwoTower "
+        "model's denoiser at masked positions over all times; "
         "next-token: the same tokens read causally, as in AR mode."
     )
 

@@ -107,10 +107,10 @@ class PackConfig(Section):
 class DecodeSection(Section):
     """How answers are decoded when a request does not say."""
 
-    policy: str = Field(
-        "threshold",
+    policy: str | None = Field(
+        None,
         description="rule that reveals tokens: threshold, sequential, static, factor, frechet, entropy, dimple, "
-        "prophet or budgeted",
+        "prophet or budgeted; null means threshold, or budgeted for a TwoTower model",
     )
     threshold: float | None = Field(
         None,
@@ -165,10 +165,9 @@ class DecodeSection(Section):
         if self.sub_block_size is not None:
             check_sub_block(self.sub_block_size, block_size)
 
-    def decode_config(self, *, adapted: bool) -> DecodeConfig:
-        """The decoder's view; `adapted` decides what no mode means."""
-        mode = self.mode or ("diffusion" if adapted else "ar")
-        return DecodeConfig.in_section(**{**self.model_dump(exclude={"dtype"}), "mode": mode})
+    def decode_config(self, *, adapted: bool, two_tower: bool = False) -> DecodeConfig:
+        """The decoder's view; the model decides what no mode and no policy mean."""
+        return DecodeConfig.in_section(adapted=adapted, two_tower=two_tower, **self.model_dump(exclude={"dtype"}))
 
 
 class EngineSection(Section):

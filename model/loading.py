@@ -1,0 +1,133 @@
+"""Any model that this project decodes, by its folder: a Hugging Face folder, adapted or not, or a TwoTower folder.
+
+What a job or a server calls, which need not care which of them it was given. `model.backbone` knows the first kind,
+`model.two_tower.folder` the second; either way a `Backbone` comes out, with a `writer` if it is two towers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from model.backbone import Backbone, load_backbone, load_tokenizer, read_config, revision_of
+from model.config import TWO_TOWER, BlockDiffusionConfig
+from model.errors import UserError
+from model.sources import fetch_model
+from model.two_tower.config import TwoTowerConfig
+from model.two_tower.folder import DENOISER, TIME, context_folder, is_two_tower, load_two_tower, read_two_tower_config
+from model.two_tower.published import BLOCK_SIZE, MASK_TOKEN_ID, is_published
+from model.two_tower.writer import DenoiserWriter
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model without its weights. block_diffusion None: it writes token by token only.
+
+    lacks: what to say of a TwoTower folder whose denoiser is not there, when blocks are asked of it; else None.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    block_diffusion: BlockDiffusionConfig | None
+    lacks: str | None = None
+
+    @property
+    def adapted(self) -> bool:
+        return self.block_diffusion is not None
+
+    @property
+    def two_tower(self) -> bool:
+        return self.block_diffusion is not None and self.block_diffusion.two_tower
+
+    def check_mode(self, mode: str | None) -> None:
+        """Raises UserError where the denoiser is not there and something else than AR mode is wanted (None: the
+        model's own mode)."""
+        if self.lacks is not None and mode != "ar":
+            raise UserError(self.lacks)
+
+
+def describe_model(folder: Path) -> Description:
+    """Read a model folder's configuration and tokenizer. Raises UserError, one sentence, where something is wrong."""
+    if not is_two_tower(folder):
+        tokenizer = load_tokenizer(folder)
+        return Description(tokenizer, read_config(folder, tokenizer)[1])
+    if is_published(folder):
+        return Description(load_tokenizer(folder), _blocks(TwoTowerConfig(BLOCK_SIZE, MASK_TOKEN_ID)))
+    config = read_two_tower_config(folder)
+    if not (folder / DENOISER).is_dir():
+        return Description(load_tokenizer(context_folder(folder, config)), None, _lacks_denoiser(folder))
+    return Description(load_tokenizer(folder / DENOISER), _blocks(config))
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    adapter: str | Path | None = None,
+    mode: str | None = None,
+) -> Backbone:
+    """Load any model folder, URI or Hub id to decode with it. adapter: see `load_backbone`.
+
+    mode: the decoding mode that whoever loads it has settled on, None for the model's own. A TwoTower folder may lack
+    its denoiser where that is "ar".
+
+    Raises UserError, one sentence, for what cannot be loaded or cannot be decoded by the engine.
+    """
+    folder = fetch_model(source)
+    if not is_two_tower(folder):
+        return load_backbone(source, dtype=dtype, device=device, adapter=adapter)
+    if adapter is not None:
+        raise UserError(f"{source} holds two towers, and an adapter belongs to one network: leave the adapter out.")
+    description = describe_model(folder)
+    description.check_mode(mode)
+    loaded = load_two_tower(source, dtype=dtype, device=device, denoiser=description.lacks is None)
+    backbone = replace(loaded.context, name=str(source), revision=model_revision(folder))
+    if loaded.towers.denoiser is None:
+        return backbone
+    blocks = _blocks(loaded.towers.config)
+    return replace(backbone, block_diffusion=blocks, writer=DenoiserWriter(loaded.towers))
+
+
+def model_revision(folder: Path) -> str:
+    """Short hash of all that a model folder's answers depend on, as `revision_of`; of both towers, where it is two."""
+    if not is_two_tower(folder) or is_published(folder):
+        return revision_of(folder)
+    config = read_two_tower_config(folder)
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=8)
+    digest.update(revision_of(context_folder(folder, config)).encode())
+    if (folder / DENOISER).is_dir():
+        digest.update(revision_of(folder / DENOISER).encode())
+    if (folder / TIME).is_file():
+        digest.update((folder / TIME).read_bytes())
+    return digest.hexdigest()
+
+
+def weight_folders(folder: Path) -> list[Path]:
+    """Where a model's safetensors lie: the folder itself, or those of both towers and of the time conditioning."""
+    if not is_two_tower(folder) or is_published(folder):
+        return [folder]
+    config = read_two_tower_config(folder)
+    return [context_folder(folder, config), *(p for p in (folder / DENOISER, folder) if p.is_dir())]
+
+
+def _blocks(config: TwoTowerConfig) -> BlockDiffusionConfig:
+    """How the denoiser writes, in the words that requests and cards know. A canvas is one piece: no sub-blocks."""
+    return BlockDiffusionConfig(
+        config.block_size,
+        config.mask_token_id,
+        method=TWO_TOWER,
+        sub_block_size=config.block_size,
+        token_shift=False,
+        trained_context_length=config.trained_context_length,
+    )
+
+
+def _lacks_denoiser(folder: Path) -> str:
+    return (
+        f"{folder} lacks the folder {DENOISER}: copy the model again, or set decode.mode ar, which needs the context "
+        "tower alone."
+    )

@@ -66,7 +66,7 @@ def test_assess_compares_a_tower_folder_with_its_own_ar_mode(tower_folder: Path,
     figures = json.loads((tmp_path / "out" / "manifest.json").read_text())["figures"]
     assert [one["contender"] for one in figures["contenders"]] == ["adapted, AR", "adapted, blocks budgeted"]
     losses = figures["held_out"]["adapted"]
-    assert 0 < losses["masked"] <= losses["bound"] and losses["next_token"] > 0
+    assert all(0 < losses[name] < 20 for name in ("masked", "bound", "next_token"))
     lossless = [
         *words[:3],
         str(tmp_path / "lossless"),

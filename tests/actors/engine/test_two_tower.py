@@ -83,7 +83,7 @@ def expected(towers: TwoTowerModel) -> dict[str, tuple[int, ...]]:
         {"max_rows": 13},
         {"max_rows": 13, "kernels": False},
         {"max_rows": 1},
-        {"max_rows": 6, "pages": 22, "prefill_tokens": 5},
+        {"max_rows": 6, "pages": 16, "prefill_tokens": 5},
         {"max_rows": 4, "prefix_cache": False, "prefill_tokens": 3, "rounds_per_visit": 3},
     ],
     ids=str,

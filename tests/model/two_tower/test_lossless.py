@@ -154,8 +154,8 @@ def test_sampled_answers_are_as_frequent_as_the_base_models() -> None:
     towers = tiny_towers("llama", torch.float32, vocab_size=SMALL, num_hidden_layers=1, initializer_range=0.5)
     likely = {(a, b): sum(log_likelihoods(towers, [[4, 5, a, b]])[0][1:]) for a in range(SMALL) for b in range(SMALL)}
     expected = {pair: float(torch.tensor(value).exp()) for pair, value in likely.items()}
-    wanted = [TowerRequest((4, 5), 2, sampling=SamplingParams(temperature=1.0, seed=s)) for s in range(800)]
+    wanted = [TowerRequest((4, 5), 3, sampling=SamplingParams(temperature=1.0, seed=s)) for s in range(800)]
     answers = write_lossless(towers, wanted)
     assert {kept for answer in answers for kept in answer.accepted} > {1}
-    statistic, freedom = chi_square(Counter(answer.token_ids for answer in answers), expected)  # type: ignore[arg-type]
+    statistic, freedom = chi_square(Counter(answer.token_ids[:2] for answer in answers), expected)  # type: ignore[arg-type]
     assert statistic < bound(freedom)

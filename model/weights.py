@@ -37,6 +37,7 @@ def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **_experts(dtype),
             )
     except SafetensorError as error:
         raise UserError(f"{folder}: a safetensors file is damaged: {first_line(error)}") from error
@@ -64,10 +65,16 @@ def take_weights(
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
+            **_experts(dtype),
         )
     _refuse_mismatch(folder, info)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _experts(dtype: torch.dtype) -> dict[str, str]:
+    """How experts are computed: transformers' own choice, a grouped product, does not know float64."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 @contextmanager

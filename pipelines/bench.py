@@ -20,6 +20,8 @@ from pipelines.benches.attention import AttentionBenchConfig, run_attention
 from pipelines.benches.decode import DecodeBenchConfig, run_decode
 from pipelines.benches.engine.config import EngineBenchConfig
 from pipelines.benches.engine.run import run_engine
+from pipelines.benches.methods.config import MethodsBenchConfig
+from pipelines.benches.methods.run import run_methods
 from pipelines.benches.prepare.config import PrepareBenchConfig
 from pipelines.benches.prepare.run import run_prepare
 from pipelines.benches.result import BenchConfig, Result, markdown_of, print_result, publish, read_result
@@ -38,6 +40,7 @@ BENCHES: dict[str, tuple[type[BenchConfig], Callable[[Any], Result]]] = {
     "soak": (SoakBenchConfig, run_soak),
     "memory": (MemoryBenchConfig, run_memory),
     "prepare": (PrepareBenchConfig, run_prepare),
+    "methods": (MethodsBenchConfig, run_methods),
 }
 REPORT = "report"
 USAGE = f"usage: python pipelines/bench.py {'|'.join(BENCHES)}|{REPORT} [--key value ...]   (--help behind a name)"

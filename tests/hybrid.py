@@ -13,7 +13,9 @@ from tests.towers import COMMON, CONFIGS
 
 def write_hybrid(folder: Path) -> Path:
     """A tiny Nemotron-H whose router has a bias, which no optimizer touches."""
-    config = AutoConfig.for_model("nemotron_h", **{**COMMON, **CONFIGS["nemotron_h"], "vocab_size": VOCAB_SIZE})
+    config = AutoConfig.for_model(
+        "nemotron_h", **{**COMMON, **CONFIGS["nemotron_h"], "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

@@ -61,14 +61,15 @@ def find_subjects(model: str | None, base: str | None, control: str | None, mode
     """
     given = [("base", base), ("control", control), ("adapted", model)]
     found = [
-        _subject(role, source, mode if role == "adapted" else "ar") for role, source in given if source is not None
+        subject_of(role, source, mode if role == "adapted" else "ar") for role, source in given if source is not None
     ]
     if not found:
         raise UserError("--model is required (or --base alone): a model folder, a Hub id or an fsspec URI.")
     return found
 
 
-def _subject(role: str, source: str, mode: str | None) -> Subject:
+def subject_of(role: str, source: str, mode: str | None) -> Subject:
+    """A model in this role, which is to decode in this mode (None: its own). Raises UserError where it cannot."""
     model = describe_model(fetch_model(source))
     model.check_mode(mode)
     block_diffusion = model.block_diffusion

@@ -43,6 +43,12 @@ def process_peak_bytes() -> int:
     return _status_bytes("VmHWM")
 
 
+def resident_bytes() -> int:
+    """Resident memory of the process now, without what the allocator merely keeps."""
+    give_back_freed_memory()
+    return _status_bytes("VmRSS")
+
+
 def give_back_freed_memory() -> None:
     """Let glibc return what it holds of freed memory: a call that could reuse it would seem to need less."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

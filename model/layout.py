@@ -75,6 +75,15 @@ class TrainingBatch:
     noise: Tensor | None = None
 
     @property
+    def scored_tokens(self) -> int:
+        """What the loss of the global batch is a mean over."""
+        return self.supervised_tokens
+
+    @property
+    def bound_weights(self) -> None:
+        """What each prediction counts in a bound of the likelihood: no such bound is known of these objectives."""
+
+    @property
     def tokens(self) -> int:
         """Tokens the network runs on."""
         return int(self.input_ids.shape[1])

@@ -1,8 +1,9 @@
-"""Chats or packed rows in, a block-diffusion model out: the training job.
+"""Chats or packed rows in, a model that writes blocks out: the training job.
 
     python pipelines/adapt.py                                    # the demo's model and tasks, then an assessment
     python pipelines/adapt.py --model MODEL --data chats.jsonl --output adapted
     python pipelines/adapt.py --model MODEL --data rows --objective next_token --output control
+    python pipelines/adapt.py --model MODEL --data rows --objective two_tower --output towers
 
 Raw chats are packed first (pipelines/prepare.py). Training runs on Ray Train with DeepSpeed ZeRO-3: gloo on CPUs, NCCL
 on GPUs. The same command run again goes on from the newest checkpoint, with the losses it would have had. The output
@@ -14,7 +15,7 @@ folder:
     samples.jsonl         what the model wrote at each evaluation
     tensorboard/          both for TensorBoard
     loss.png              the curves
-    model/                the adapted model, an ordinary Hugging Face folder
+    model/                the adapted model, an ordinary Hugging Face folder (of two_tower: docs/two_tower.md)
     manifest.json         configuration, input hashes, versions, figures
     assess/               with --assess true: the report of pipelines/assess.py
 """
@@ -57,11 +58,13 @@ from pipelines.prepare import PrepareConfig, TasksConfig
 from pipelines.training.curve import draw_curves
 from pipelines.training.evaluating import evaluation_settings
 from pipelines.training.launch import train
+from pipelines.training.options import TwoTowerSection, two_tower_settings
 from pipelines.training.resources import Placement, cluster_expected, cluster_here, place_workers, wait_for_workers
 from pipelines.training.section import TrainSection, worker_keys
 
 ROWS = "rows"
 ASSESS = "assess"
+HELD_OUT = ("held_out_loss", "held_out_bound", "held_out_perplexity")  # figures of the last evaluation
 LAST_SHARE = 0.1  # of the steps, whose mean loss is the run's last loss
 
 
@@ -86,8 +89,10 @@ class AdaptConfig(JobConfig):
     data: tuple[str, ...] = Field(
         (), description="chats, as prepare reads them, or one folder of packed rows; none: the project's own tasks"
     )
-    objective: Literal["block_diffusion", "next_token"] = Field(
-        "block_diffusion", description="what is minimised; next_token is the control on the same rows"
+    objective: Literal["block_diffusion", "next_token", "two_tower"] = Field(
+        "block_diffusion",
+        description="what is minimised: block_diffusion in one network, two_tower in a writer beside a frozen reader; "
+        "next_token is the control on the same rows",
     )
     held_out: float = Field(
         0.0, ge=0, lt=1, description="share of the chats of --data to keep out of training, to evaluate on"
@@ -102,6 +107,7 @@ class AdaptConfig(JobConfig):
     pack: PackConfig = PackConfig(block_size=16, context_length=256)
     tasks: TasksConfig = TasksConfig()
     train: TrainSection = TrainSection()
+    two_tower: TwoTowerSection | None = None
     cluster: ClusterConfig = ClusterConfig()
 
 
@@ -259,6 +265,7 @@ def _settings(config: AdaptConfig, base: str, rows: str, identity: Identity, pla
         device=placement.device,
         workers=placement.workers,
         threads=placement.threads,
+        two_tower=two_tower_settings(config.objective, config.two_tower),
         **worker_keys(config.train),
     )
     settings.check()
@@ -288,7 +295,7 @@ def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, 
     skipped = len(records) - len(taken)
     if skipped:
         print(f"adapt: {skipped:,} of {len(records):,} steps were skipped: their loss or gradient was not finite.")
-    held_out = [record["held_out_loss"] for record in records if "held_out_loss" in record]
+    held_out = {name: record[name] for record in records for name in HELD_OUT if name in record}
     last = max(1, round(len(losses) * LAST_SHARE))
     return {
         "steps": len(records),
@@ -298,7 +305,7 @@ def _figures(config: AdaptConfig, output: OutputFolder, rows: int) -> dict[str, 
         "skipped_steps": skipped,
         "first_loss": losses[0] if losses else None,
         "last_loss": float(np.mean(losses[-last:])) if losses else None,
-        **({"held_out_loss": held_out[-1]} if held_out else {}),
+        **held_out,
         "tokens_per_second": float(np.median([record["tokens_per_second"] for record in records])),
     }
 

@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 
 from actors.training.checkpoints import COMMIT, FOLDER
-from actors.training.consolidate import is_checkpoint, open_checkpoint
+from actors.training.consolidate import OpenCheckpoint, is_checkpoint, open_checkpoint
 from model.adapters import adapter_revision
 from model.backbone import DTYPES, Backbone, load_backbone, read_architecture, revision_of
 from model.errors import UserError
@@ -158,7 +158,17 @@ def _described(source: str) -> Iterator[tuple[Path, int | None]]:
         yield fetch_model(source), None
         return
     with open_checkpoint(source) as opened:
-        yield opened.description, opened.step
+        yield _one_network(opened), opened.step
+
+
+def _one_network(opened: OpenCheckpoint) -> Path:
+    """The folder with config and tokenizer. Raises UserError for a checkpoint of two towers."""
+    if is_two_tower(opened.description):
+        raise UserError(
+            "This checkpoint holds the denoiser of two towers, which is no model alone: run adapt to its end and "
+            "export model/denoiser or model/context."
+        )
+    return opened.description
 
 
 @contextlib.contextmanager
@@ -171,7 +181,7 @@ def _loaded(config: ExportConfig) -> Iterator[Source]:
         yield Source(load_backbone(source, dtype=dtype, adapter=config.adapter), folder, None)
         return
     with open_checkpoint(source) as opened:
-        described = opened.description
+        described = _one_network(opened)
         dtype = _dtype(config, described)
         weights = opened.weights(dtype)
         backbone = load_backbone(described, dtype=dtype, adapter=config.adapter, weights=weights)

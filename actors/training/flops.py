@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from model.layout import TrainingBatch
+from model.two_tower.layout import TwoTowerBatch
 
 # Dense bfloat16 FLOP/s by what the device's name contains, from the makers' data sheets; the longest name decides.
 PEAK_FLOPS = {
@@ -33,6 +35,14 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
+
+
+class Flops(Protocol):
+    """What a method's batches cost."""
+
+    def step(self, batches: Iterable[Any]) -> float:
+        """Operations of forward and backward over the batches."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,22 @@ class FlopCount:
                 for batch in batches
             )
         )
+
+
+@dataclass(frozen=True)
+class TwoTowerFlops:
+    """Both towers have the matrices of `writer`; the context tower runs them forward only, and no head."""
+
+    writer: FlopCount
+
+    def step(self, batches: Iterable[TwoTowerBatch]) -> float:
+        """Operations of forward and backward over the batches."""
+        one, total = self.writer, 0.0
+        for batch in batches:
+            total += 2 * one.layers * batch.context_ids.numel()
+            total += (4 * one.layers + 2 * one.trained_layers) * batch.noisy_ids.numel()
+            total += (4 * one.head + 2 * one.trained_head) * batch.scored_tokens
+        return total
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from actors.training.clock import OTHER, PHASES, StepClock, watch_collectives
-from actors.training.flops import FlopCount, device_peak
+from actors.training.flops import Flops, device_peak
+from actors.training.method import Batch
 from actors.training.noise import LEVELS, NoiseTally, mean_by_level
 from actors.training.ranks import Ranks
 from actors.training.settings import TrainSettings
-from model.layout import TrainingBatch
 
 
 class Measures:
@@ -24,12 +23,12 @@ class Measures:
         self.noise = NoiseTally()
         self._clock = StepClock(settings.device)
         self._dtype = settings.dtype
-        self._flops: FlopCount | None = None
+        self._flops: Flops | None = None
         self._peak: float | None = None
 
-    def count(self, model: PreTrainedModel) -> None:
-        """The model is loaded, its parameters are whole: remember what a token costs."""
-        self._flops = FlopCount.of(model)
+    def count(self, flops: Flops | None) -> None:
+        """The model is loaded: remember what a token costs."""
+        self._flops = flops
 
     def attach(self, device: torch.device) -> None:
         """DeepSpeed has started: time its collectives from now on."""
@@ -51,7 +50,7 @@ class Measures:
         """Around every exchange between the ranks."""
         return self._clock.phase("communication")
 
-    def end(self, ranks: Ranks, batches: Sequence[TrainingBatch], seconds: float) -> dict[str, Any]:
+    def end(self, ranks: Ranks, batches: Sequence[Batch], seconds: float) -> dict[str, Any]:
         """The step's figures for a StepRecord, the same on every rank. seconds: that the step took here."""
         spent = self._clock.end()
         operations = self._flops.step(batches) if self._flops is not None else 0.0

@@ -1,8 +1,8 @@
 """The loss by noise level: what a block's mask ratio does to how well its tokens are predicted.
 
-Every supervised token is masked in one of two complementary views; its level is its block's mask ratio there, t in
-view 1 and 1 - t in view 2. Levels are sorted into buckets of equal width. The sums of a step are over all its
-micro-batches and all ranks.
+With complementary views every supervised token is masked in one of two; its level is its block's mask ratio there, t
+in view 1 and 1 - t in view 2. With two towers the level is the time t of the token's document. Levels are sorted into
+buckets of equal width. The sums of a step are over all its micro-batches and all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.layout import TrainingBatch
+from actors.training.method import Batch
 
 LEVELS = 5
 
@@ -27,7 +27,7 @@ class NoiseTally:
         """A step begins."""
         self._sums = None
 
-    def add(self, batch: TrainingBatch, losses: Tensor) -> None:
+    def add(self, batch: Batch, losses: Tensor) -> None:
         """losses: cross-entropy of each prediction of the batch, [N]. Ignored where the batch tells no noise."""
         if batch.noise is None:
             return

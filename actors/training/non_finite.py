@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from actors.training.method import Batch
 from actors.training.micro_batches import MicroBatch
 from actors.training.ranks import Ranks
 from model.errors import JobError
-from model.layout import TrainingBatch
 
 MOST_NAMED = 8  # sample ids that each rank names
 MOST_IN_A_ROW = 10  # skipped steps, after which the run ends whatever was asked for
@@ -25,14 +25,14 @@ class NonFinite:
 
     def __init__(self, on_nan: str, ranks: Ranks, rows: str) -> None:
         self._skip, self._ranks, self._where = on_nan == "skip", ranks, rows
-        self._seen: list[tuple[TrainingBatch, Tensor]] = []
+        self._seen: list[tuple[Batch, Tensor]] = []
         self._in_a_row = 0
 
     def begin(self) -> None:
         """A step begins."""
         self._seen = []
 
-    def observe(self, batch: TrainingBatch, losses: Tensor) -> None:
+    def observe(self, batch: Batch, losses: Tensor) -> None:
         """losses: of the batch's predictions, [N]; looked at only when the step turns out to be broken."""
         self._seen.append((batch, losses))
 

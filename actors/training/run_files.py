@@ -23,13 +23,15 @@ TOKEN = ".run"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch.
+    """One line of metrics.jsonl. step: 1-based; loss: nats per supervised token, the mean of the global batch; with two
+    towers per masked one, of which there are scored_tokens.
 
     seconds: the step took, its evaluation not included; time: when it ended, seconds since 1970. loss_by_noise: the
     mean loss at each noise level (see `actors.training.noise`). time_shares: where the seconds went, by phase, the mean
     over the workers (see `actors.training.clock`). mfu: share of the stated peak of the GPUs (see
-    `actors.training.flops`). held_out_loss: of the step's evaluation. skipped: the sample ids for whose sake the step
-    changed nothing; it has neither loss nor grad_norm then. What else is None has no place in the line.
+    `actors.training.flops`). held_out_loss, held_out_bound, held_out_perplexity: of the step's evaluation (see
+    `actors.training.evaluation`). skipped: the sample ids for whose sake the step changed nothing; it has neither loss
+    nor grad_norm then. What else is None has no place in the line.
     """
 
     step: int
@@ -44,7 +46,10 @@ class StepRecord:
     loss_by_noise: list[float | None] | None = None
     time_shares: dict[str, float] | None = None
     mfu: float | None = None
+    scored_tokens: int | None = None
     held_out_loss: float | None = None
+    held_out_bound: float | None = None
+    held_out_perplexity: float | None = None
     skipped: list[int] | None = None
 
     def line(self) -> dict[str, Any]:

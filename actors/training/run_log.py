@@ -22,7 +22,16 @@ from actors.training.run_files import METRICS, Fence, LinesLog, StepRecord
 
 SAMPLES = "samples.jsonl"
 EVENTS = "tensorboard"
-SCALARS = ("loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+SCALARS = (
+    "loss",
+    "held_out_loss",
+    "held_out_bound",
+    "held_out_perplexity",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "mfu",
+)
 
 
 class RunLog:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +23,8 @@ from model.config import DecodeConfig
 from model.corruption import IGNORED
 from model.decoding import GenerationRequest, GenerationResult
 from model.layout import RowBatch
+from model.two_tower.decoding import TowerRequest, write_blocks
+from model.two_tower.folder import TwoTowerModel
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,29 @@ def write_samples(
     return [_line(i, one, result, backbone) for i, (one, result) in enumerate(zip(prompts, results, strict=True))]
 
 
+def write_two_tower_samples(model: TwoTowerModel, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
+    """The same lines from two towers that are whole, by Algorithm 1. Greedy, with the default policy."""
+    stops = model.context.stop_token_ids
+    requests = [TowerRequest(one.prompt, max_tokens, stop_token_ids=stops) for one in prompts]
+    with torch.no_grad():
+        answers = write_blocks(model.towers, requests)
+    lines = []
+    for number, (one, answer) in enumerate(zip(prompts, answers, strict=True)):
+        forwards = answer.forwards["denoise"] + answer.forwards["commit"]
+        lines.append(
+            {
+                "sample": number,
+                "prompt": str(model.tokenizer.decode(one.prompt)),
+                "text": str(model.tokenizer.decode(answer.token_ids, skip_special_tokens=True)),
+                "reference": str(model.tokenizer.decode(one.reference)),
+                "token_ids": list(answer.token_ids),
+                "finish_reason": answer.finish_reason,
+                "tokens_per_forward": len(answer.token_ids) / forwards,
+            }
+        )
+    return lines
+
+
 def _room(backbone: Backbone, tokens: int) -> int:
     """Whole blocks, as everywhere else: a context that ends inside a block would cut the canvas."""
     block_size = backbone.block_diffusion.block_size if backbone.block_diffusion else 1
@@ -81,7 +107,7 @@ def _room(backbone: Backbone, tokens: int) -> int:
 
 def decodable(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     """The model again with these weights, free of whatever DeepSpeed hung on it, ready to decode."""
-    device = next(model.buffers()).device
+    device = next(model.buffers(), next(model.parameters())).device
     fresh = rebuild(model, {name: tensor.to(device) for name, tensor in weights.items()})
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")

@@ -13,9 +13,16 @@ from actors.training.lora import LoraSettings
 from actors.training.offload import NOTHING, Offload
 from actors.training.rows import micro_steps
 from actors.training.schedule import Schedule
+from model.errors import UserError
 from model.objective import make_objective
 
 CPU_BUCKET = 10_000_000  # elements; above it the copies of a bucket no longer come from warm memory
+NOT_FOR_TWO_TOWERS = {  # what these keys say where nobody gave them
+    "document_mask": True,
+    "complementary_masks": True,
+    "document_padding": True,
+    "ar_loss_weight": 0.0,
+}
 NEVER_PARTITIONED = 10**12  # a persistence threshold (elements) that every parameter is below
 
 
@@ -39,6 +46,39 @@ class EvaluationSettings:
     def due(self, done: int, steps: int) -> bool:
         """Whether a run of `steps` steps is evaluated after `done` of them."""
         return self.on and (done % self.every == 0 or done == steps)
+
+
+@dataclass(frozen=True)
+class TwoTowerSettings:
+    """block_size: tokens of a block, the most that decoding may use; the first first_steps steps train with
+    first_block_size. balance_weight: of the experts' load-balancing loss, 0 for none. context: "copy" writes the
+    context tower into the model's folder, "reference" names the base model there. context_weights: "replicated", whole
+    on every worker, or "sharded" over them.
+    """
+
+    block_size: int = 16
+    first_block_size: int | None = None
+    first_steps: int = 0
+    balance_weight: float = 0.0
+    context: str = "copy"
+    context_weights: str = "replicated"
+
+    def block_size_at(self, step: int) -> int:
+        """Of a 0-based step."""
+        begins = self.first_block_size is not None and step < self.first_steps
+        return self.first_block_size or self.block_size if begins else self.block_size
+
+    def check(self, steps: int) -> None:
+        """Raises UserError where the keys do not go together, or with a run of so many steps."""
+        if (self.first_block_size is None) != (self.first_steps == 0):
+            raise UserError(
+                "--two_tower.first_block_size and --two_tower.first_steps belong together: give both, or neither."
+            )
+        if self.first_steps >= steps:
+            raise UserError(
+                f"--two_tower.first_steps {self.first_steps} leaves none of {steps} steps to train blocks of "
+                f"{self.block_size} tokens, which decoding will use: give fewer, or more --train.steps."
+            )
 
 
 @dataclass(frozen=True)
@@ -81,6 +121,7 @@ class TrainSettings:
     document_padding: bool = True
     ar_loss_weight: float = 0.0
     lora: LoraSettings | None = None
+    two_tower: TwoTowerSettings | None = None
     on_nan: str = "stop"
     evaluation: EvaluationSettings = EvaluationSettings()
     step_timeout_s: float = 1200.0
@@ -89,7 +130,27 @@ class TrainSettings:
     def check(self) -> None:
         """Raises UserError where options do not go together."""
         self.offload.check(device=self.device, zero_stage=self.zero_stage)
-        make_objective(self.objective, block_size=1, mask_token_id=0, seed=0, layers=1, **self.objective_options)
+        if self.objective == "two_tower":
+            self._check_two_tower()
+        elif self.two_tower is not None:
+            raise UserError(f"--two_tower.* belongs to --objective two_tower: leave it out with {self.objective}.")
+        else:
+            make_objective(self.objective, block_size=1, mask_token_id=0, seed=0, layers=1, **self.objective_options)
+
+    def _check_two_tower(self) -> None:
+        for name, told in self.objective_options.items():
+            if told != NOT_FOR_TWO_TOWERS[name]:
+                raise UserError(
+                    f"--train.{name} means nothing to --objective two_tower, where blocks begin behind each prompt and "
+                    "every document stands alone: leave it out."
+                )
+        if self.lora is not None:
+            raise UserError(
+                "--train.lora trains an adapter in one network: leave it out with --objective two_tower, which trains "
+                "the whole denoiser."
+            )
+        assert self.two_tower is not None, "the driver fills in the defaults"
+        self.two_tower.check(self.steps)
 
     @property
     def objective_options(self) -> dict[str, Any]:
@@ -129,10 +190,8 @@ def deepspeed_settings(settings: TrainSettings) -> dict[str, Any]:
     The difference does not grow with the tokens, so few large micro-steps hide it.
     """
     zero: dict[str, Any] = {
-        "stage": settings.zero_stage,
+        **_zero(settings, settings.zero_stage),
         "contiguous_gradients": True,
-        "overlap_comm": settings.device == "cuda",
-        "memory_efficient_linear": False,
         **settings.offload.settings(),
     }
     if settings.device == "cpu":
@@ -150,3 +209,17 @@ def deepspeed_settings(settings: TrainSettings) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+
+
+def frozen_settings(settings: TrainSettings) -> dict[str, Any]:
+    """The dictionary for a network that workers share out (ZeRO-3) and never train."""
+    return {
+        "train_micro_batch_size_per_gpu": settings.micro_rows,
+        "bf16": {"enabled": settings.dtype == "bfloat16"},
+        "zero_optimization": _zero(settings, 3),
+        "steps_per_print": 10**9,
+    }
+
+
+def _zero(settings: TrainSettings, stage: int) -> dict[str, Any]:
+    return {"stage": stage, "overlap_comm": settings.device == "cuda", "memory_efficient_linear": False}

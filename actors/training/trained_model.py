@@ -52,14 +52,20 @@ def publish_folder(output: str, name: str, write: Callable[[Path], None], guard:
 def _write(backbone: Backbone, weights: Mapping[str, Tensor], folder: Path) -> None:
     save_backbone(replace(backbone, model=rebuild(backbone.model, weights)), folder)
     loaded = dict(load_backbone(folder, dtype=next(iter(weights.values())).dtype).model.named_parameters())
-    different = [name for name, tensor in weights.items() if name not in loaded or not _same(loaded[name], tensor)]
+    different = [
+        name for name, tensor in weights.items() if name not in loaded or not same_weight(loaded[name], tensor)
+    ]
     if different:
         raise JobError(f"The model written to {folder} does not load as it was trained ({different[0]} differs).")
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal, a NaN to a NaN: a base model may hold some in rows that nobody uses."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def same_weight(one: Tensor, other: Tensor) -> bool:
+    """Whether a loaded weight is the trained one, a NaN a NaN: a base model may hold some in rows that nobody uses.
+
+    What transformers loads in float32 whatever is asked for (a router) may have been trained in another format.
+    """
+    alike = one.to(other.dtype) if one.dtype == torch.float32 else one
+    return one.shape == other.shape and bool(torch.allclose(alike, other, rtol=0, atol=0, equal_nan=True))
 
 
 def rebuild(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:

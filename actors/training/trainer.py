@@ -2,9 +2,10 @@
 
 A step's rows, their corruption, the learning rate and every random draw follow from (seed, step) by arithmetic, so a
 checkpoint holds weights and optimizer state only, and a resumed run repeats the uninterrupted one bit for bit on the
-same number of workers. The loss of a step is the sum of cross-entropy over the global batch divided by its supervised
-tokens; DeepSpeed averages over ranks and accumulation, so each micro-batch's sum is scaled by
-ranks * micro-steps / supervised tokens of the global batch, which all ranks agree on before the first backward.
+same number of workers. The loss of a step is the sum of cross-entropy over the global batch divided by its scored
+tokens (supervised ones; with two towers masked ones); DeepSpeed averages over ranks and accumulation, so each
+micro-batch's sum is scaled by ranks * micro-steps / scored tokens of the global batch, which all ranks agree on before
+the first backward. What is trained, and what its loss is, belongs to the method: `one_network`, `two_tower`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torch import Tensor
 
 from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Commit
-from actors.training.consolidate import DESCRIPTION, describe_lora
-from actors.training.evaluation import Evaluation
-from actors.training.lora import Adapter, publish_adapter
+from actors.training.consolidate import DESCRIPTION
+from actors.training.evaluation import Evaluation, Figures
 from actors.training.measures import Measures
+from actors.training.method import Batch, Method
 from actors.training.micro_batches import MicroBatches
 from actors.training.non_finite import NonFinite
+from actors.training.one_network import OneNetwork
 from actors.training.ranks import Ranks
 from actors.training.rows import PackedRows
 from actors.training.run_files import Fence, StepRecord
@@ -39,14 +41,11 @@ from actors.training.run_log import RunLog
 from actors.training.settings import TrainSettings
 from actors.training.shards import checkpoint_bytes, load_shards, save_shards
 from actors.training.storage import Patience
-from actors.training.trained_model import publish_model
+from actors.training.two_tower import TwoTowers
 from actors.training.update import finish_step
 from actors.training.watchdog import Beat, Heart
-from actors.training.zero import gather_weights, start_engine
-from model.backbone import DTYPES, Backbone, load_backbone, make_block_diffusion, save_description
+from actors.training.zero import start_engine
 from model.errors import JobError, UserError
-from model.layout import TrainingBatch
-from model.objective import Objective, TrainingModel, make_objective, to_device
 from model.sources import fetch_model
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -122,17 +121,15 @@ class Trainer:
         self.rows = PackedRows(settings.rows)
         self.non_finite = NonFinite(settings.on_nan, ranks, settings.rows)
         link.enter("loading the model")
-        torch.manual_seed(settings.seed)  # a new mask token's embedding is drawn
-        self.backbone = self._load()
-        self.adapter = Adapter.into(self.backbone, settings.lora) if settings.lora else None
-        self.objective = self._objective()
-        self.batches = MicroBatches(settings, self.rows, self.objective, ranks)
-        self.evaluation = Evaluation(settings, self.rows.format, self.backbone, self.adapter, ranks)
-        self.measures.count(self.backbone.model)
-        self.parameters = sum(p.numel() for p in self.backbone.model.parameters())
+        self.method = self._made()
+        self.batches = MicroBatches(settings, self.rows, self.method, ranks)
+        self.evaluation = Evaluation(settings, self.rows.format, self.method, ranks)
+        self.measures.count(self.method.flops())
+        self.parameters = sum(p.numel() for p in self.method.module.parameters())
         link.enter("starting DeepSpeed")
-        self.engine = start_engine(TrainingModel(self.backbone.model, self._observe).train(), settings)
+        self.engine = start_engine(self.method.module, settings)
         self.device = self.engine.device
+        self.method.settle(self.device)
         self.measures.attach(self.device)
         self.heart = Heart(ranks.rank, link.beat, settings.step_timeout_s)
 
@@ -165,40 +162,15 @@ class Trainer:
 
     # Beginning ------------------------------------------------------------------------------------------------------
 
-    def _load(self) -> Backbone:
-        """The model to train; every rank calls it."""
+    def _made(self) -> Method:
+        """The model to train and what goes with it; every rank calls it."""
         if self.ranks.local_rank == 0:
             fetch_model(self.settings.model)
         self.ranks.barrier()
-        backbone = self._base()
-        if self.settings.activation_checkpointing:
-            backbone.model.activation_checkpointing_enable()
-        return backbone
-
-    def _base(self) -> Backbone:
-        """The base model with a mask token; a model for the control goes without the block-diffusion entry."""
-        settings, rows = self.settings, self.rows.format
-        backbone = load_backbone(fetch_model(settings.model), dtype=DTYPES[settings.dtype])
-        embeddings = _embeddings(backbone)
-        adapted = make_block_diffusion(backbone, block_size=rows.block_size, trained_context_length=rows.context_length)
-        _check_mask_token(adapted, rows.mask_token_id, settings.rows)
-        if settings.lora and _embeddings(adapted) != embeddings:
-            raise UserError(
-                f"{settings.model} has no spare token for the mask and an adapter cannot carry a new one: "
-                "leave --train.lora out, or start from a model that was adapted already."
-            )
-        return adapted if settings.objective == "block_diffusion" else replace(adapted, block_diffusion=None)
-
-    def _objective(self) -> Objective:
-        rows = self.rows.format
-        return make_objective(
-            self.settings.objective,
-            block_size=rows.block_size,
-            mask_token_id=rows.mask_token_id,
-            seed=self.settings.seed,
-            layers=self.backbone.layers,
-            **self.settings.objective_options,
-        )
+        torch.manual_seed(self.settings.seed)  # some weights are new, and drawn
+        if self.settings.objective == "two_tower":
+            return TwoTowers(self.settings, self.rows.format, self._observe)
+        return OneNetwork(self.settings, self.rows.format, self._observe)
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; the number of steps it stands for."""
@@ -230,7 +202,7 @@ class Trainer:
         rate = self.settings.learning_rate_at(step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        scale = self.ranks.world * self.engine.gradient_accumulation_steps() / max(totals.supervised_tokens, 1)
+        scale = self.ranks.world * self.engine.gradient_accumulation_steps() / max(totals.scored_tokens, 1)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         mean, norm = 0.0, None
         for index, one in enumerate(micro):
@@ -241,12 +213,12 @@ class Trainer:
             last = index == len(micro) - 1
             self.engine.set_gradient_accumulation_boundary(last)
             with measures.phase("data"):
-                batch = to_device(one.batch, self.device)
+                batch = self.method.moved(one.batch, self.device)
             with measures.phase("forward"):
-                part = self.engine(batch)
+                part = self.method.loss(self.engine, batch)
             loss += part.detach()
             if last:
-                mean = self.ranks.total_float(float(loss)) / max(totals.supervised_tokens, 1)
+                mean = self.ranks.total_float(float(loss)) / max(totals.scored_tokens, 1)
             with measures.phase("backward"):  # NaN: no rank takes this step
                 self.engine.backward(part * (scale if math.isfinite(mean) else math.nan))
             with measures.phase("optimizer"):
@@ -263,6 +235,7 @@ class Trainer:
             step=step + 1,
             loss=mean if skipped is None else None,
             supervised_tokens=totals.supervised_tokens,
+            scored_tokens=totals.scored_tokens if self.settings.objective == "two_tower" else None,
             batch_hash=totals.batch_hash,
             learning_rate=rate,
             grad_norm=norm,
@@ -273,29 +246,34 @@ class Trainer:
             **figures,
         )
 
-    def _observe(self, batch: TrainingBatch, losses: Tensor) -> None:
+    def _observe(self, batch: Batch, losses: Tensor) -> None:
         """Shown every forward's losses, [N]."""
         self.non_finite.observe(batch, losses)
         self.measures.noise.add(batch, losses)
 
     def _told(self, record: StepRecord) -> None:
         """A step is done: evaluate where that is due, write the line, say so."""
-        record = replace(record, held_out_loss=self._evaluate(record.step))
+        if self.settings.evaluation.due(record.step, self.settings.steps):
+            found = self._evaluate(record.step)
+            record = replace(
+                record,
+                held_out_loss=found.loss,
+                held_out_bound=found.bound,
+                held_out_perplexity=found.perplexity,
+            )
         if self.ranks.first:
             self.log.append(record)
         self.link.publish(record)
 
-    def _evaluate(self, done: int) -> float | None:
-        """The held-out loss after `done` steps, and samples on disk, where an evaluation is due."""
-        if not self.settings.evaluation.due(done, self.settings.steps):
-            return None
+    def _evaluate(self, done: int) -> Figures:
+        """Figures on held-out rows after `done` steps, and samples on disk."""
         self.link.enter(f"evaluating after step {done}")
-        loss = self.evaluation.loss(self.engine)
+        figures = self.evaluation.figures(self.engine)
         samples = self.evaluation.samples(done)
         if self.ranks.first:
             self.log.append_samples(samples)
         self.link.enter("training")
-        return loss
+        return figures
 
     # Keeping --------------------------------------------------------------------------------------------------------
 
@@ -320,40 +298,15 @@ class Trainer:
         """This rank's shards and, once, what network they are of: a checkpoint can be exported without its run."""
         save_shards(self.engine, folder, self.store.patient)
         if self.ranks.first:
-            save_description(self.backbone, Path(folder, DESCRIPTION))
-            if lora := self.settings.lora:
-                describe_lora(Path(folder, DESCRIPTION), rank=lora.rank, alpha=lora.alpha)
+            self.method.describe(Path(folder, DESCRIPTION))
 
     def _finish(self) -> None:
         self.link.enter("writing the model")
-        weights = gather_weights(self.backbone.model, self.ranks, trained_only=self.adapter is not None)
         if self.ranks.first:
             self.log.publish()
-            self._publish(weights)
+        self.method.publish(self.ranks, self.settings.output, self.fence.check)
         self.ranks.barrier()
         self.link.enter("done")
-
-    def _publish(self, weights: dict[str, Tensor]) -> None:
-        """weights: whole; with an adapter its own only."""
-        output, guard = self.settings.output, self.fence.check
-        if self.adapter is None:
-            publish_model(self.backbone, weights, output, guard)
-        else:
-            publish_adapter(self.adapter, weights, self.backbone, self._base(), output, guard)
-
-
-def _embeddings(backbone: Backbone) -> int:
-    return int(backbone.model.get_input_embeddings().num_embeddings)
-
-
-def _check_mask_token(backbone: Backbone, mask_token_id: int, rows: str) -> None:
-    """Raises UserError where the rows are padded with another token than the model's mask."""
-    known = backbone.block_diffusion
-    if known is not None and known.mask_token_id != mask_token_id:
-        raise UserError(
-            f"The rows in {rows} are padded with token {mask_token_id} and {backbone.name} has the mask token "
-            f"{known.mask_token_id}: prepare them with --model {backbone.name}."
-        )
 
 
 def _seed_of(seed: int, step: int, rank: int, index: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.training.ranks import Ranks
-from actors.training.settings import TrainSettings, deepspeed_settings
+from actors.training.settings import TrainSettings, deepspeed_settings, frozen_settings
 from model.sources import cache_folder
 
 EXTENSION = "deepspeed_shm_comm"
@@ -38,6 +38,15 @@ def start_engine(module: nn.Module, settings: TrainSettings) -> Any:
         model=module, optimizer=_optimizer(module, settings), config=deepspeed_settings(settings)
     )
     _forget_first_step(engine)
+    return engine
+
+
+def share_out(module: nn.Module, settings: TrainSettings) -> Any:
+    """Share a frozen module out over the workers: from now on each of its layers is gathered when it is called. Returns
+    what must be kept for as long; `start_engine` comes first."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=module, config=frozen_settings(settings))
     return engine
 
 

@@ -83,6 +83,11 @@ def save_two_tower(model: TwoTowerModel, folder: Path, *, context: bool) -> None
         config = replace(config, context=OWN_CONTEXT, context_revision=None)
     elif config.context == OWN_CONTEXT:
         raise UserError(f"{folder}: the context tower has no place of its own to refer to: save it with the model.")
+    save_config(config, folder)
+
+
+def save_config(config: TwoTowerConfig, folder: Path) -> None:
+    """two_tower.json alone."""
     (folder / FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 

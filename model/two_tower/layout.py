@@ -23,6 +23,7 @@ from model.layout import RowBatch, hash_batch
 from model.masks import TAIL
 
 EPSILON = 1e-3  # smallest time
+UNREAD = 0  # stands where no block reads the context: there may be a mask, which the context tower need not know
 
 
 class Corruption(NamedTuple):
@@ -39,7 +40,8 @@ class TwoTowerBatch:
     context_ids, context_positions, context_documents: int64 [R, n]; documents have ids of their own over all rows, TAIL
     is padding. noisy_ids, positions, targets: int64 [N, S]; masked: bool [N, S], where the loss is.
     block_row, block_offset, block_start, block_document: int64 [N]: where a block begins in the context rows, and at
-    which position of which document. times: float [D]; time_index: int64 [N].
+    which position of which document; source_row: the packed row that it was cut from. times: float [D]; time_index:
+    int64 [N].
     weight: 1, or 0 for a batch that holds a block only so that every rank runs the same modules.
     """
 
@@ -54,6 +56,7 @@ class TwoTowerBatch:
     block_offset: Tensor
     block_start: Tensor
     block_document: Tensor
+    source_row: Tensor
     times: Tensor
     time_index: Tensor
     weight: float
@@ -69,6 +72,29 @@ class TwoTowerBatch:
     def tokens(self) -> int:
         """Tokens that the towers run on, both together."""
         return int(self.context_ids.numel() + self.noisy_ids.numel())
+
+    @property
+    def noise(self) -> Tensor:
+        """The time of each prediction, [M], in the order of `tensor[masked]`."""
+        return self._of_predictions(self.times[self.time_index])
+
+    @property
+    def weights(self) -> Tensor:
+        """What each prediction counts in the loss, float [M]: 1, or 0 in a batch without anything to learn."""
+        return torch.full_like(self.noise, self.weight)
+
+    @property
+    def bound_weights(self) -> Tensor:
+        """What each prediction counts in the bound of the likelihood, float [M]: 1/t."""
+        return self.weights / self.noise
+
+    @property
+    def rows(self) -> Tensor:
+        """The packed row of each prediction, int64 [M]."""
+        return self._of_predictions(self.source_row)
+
+    def _of_predictions(self, of_blocks: Tensor) -> Tensor:
+        return of_blocks[:, None].expand_as(self.masked)[self.masked]
 
     def to(self, device: torch.device | str) -> TwoTowerBatch:
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -118,6 +144,14 @@ def whole_spans(rows: RowBatch) -> list[_Span]:
     return response_spans(everything)
 
 
+def tower_lengths(rows: RowBatch, block_size: int) -> Tensor:
+    """Tokens that the towers run on for each row, at most: int64 [B]. Context up to the last block, and all blocks."""
+    row, begin, _ = _cut(response_spans(rows), block_size)
+    none = torch.zeros(len(rows.input_ids), dtype=torch.long)
+    context = none.scatter_reduce(0, row, begin, "amax")
+    return context + none.scatter_add(0, row, torch.full_like(row, block_size))
+
+
 def lay_out_two_tower(
     rows: RowBatch,
     corruption: Corruption,
@@ -161,6 +195,7 @@ def lay_out_two_tower(
         block_offset=context.block_offset,
         block_start=start,
         block_document=context.block_document,
+        source_row=row,
         times=times,
         time_index=time_index,
         weight=1.0,
@@ -198,9 +233,11 @@ def _context(rows: RowBatch, row: Tensor, begin: Tensor, document_rows: bool) ->
     document = unique[row, begin]
     if not document_rows:
         used = max(int(begin.max()), 1)
-        last = torch.zeros(len(rows.input_ids), dtype=torch.long).scatter_reduce(0, row, begin, "amax")
-        documents = unique[:, :used].masked_fill(torch.arange(used) >= last[:, None], TAIL)
-        return _Context(rows.input_ids[:, :used], rows.position_ids[:, :used], documents, row, begin, document)
+        last = torch.zeros(len(rows.input_ids) * stride, dtype=torch.long).scatter_reduce(0, document, begin, "amax")
+        here = unique[:, :used]
+        unread = (here == TAIL) | (torch.arange(used) >= last[here.clamp(min=0)])
+        ids, documents = rows.input_ids[:, :used].masked_fill(unread, UNREAD), here.masked_fill(unread, TAIL)
+        return _Context(ids, rows.position_ids[:, :used], documents, row, begin, document)
     return _document_rows(rows, unique, row, begin, document)
 
 
@@ -213,9 +250,10 @@ def _document_rows(rows: RowBatch, unique: Tensor, row: Tensor, begin: Tensor, d
     lengths = torch.zeros(len(found), dtype=torch.long).scatter_reduce(0, block_row, offset, "amax")
     places = torch.arange(max(int(lengths.max()), 1))
     at = (source[:, None], (first[:, None] + places).clamp(max=rows.input_ids.shape[1] - 1))
-    documents = torch.where(places < lengths[:, None], found[:, None], TAIL)
-    positions = places.expand(len(found), -1)
-    return _Context(rows.input_ids[at], positions, documents, block_row, offset, document)
+    unread = places >= lengths[:, None]
+    documents = found[:, None].expand_as(unread).masked_fill(unread, TAIL)
+    ids, positions = rows.input_ids[at].masked_fill(unread, UNREAD), places.expand(len(found), -1)
+    return _Context(ids, positions, documents, block_row, offset, document)
 
 
 def _idle(
@@ -228,7 +266,7 @@ def _idle(
     masked[0, 0] = True
     zero = torch.zeros(1, dtype=torch.long)
     return TwoTowerBatch(
-        context_ids=rows.input_ids[:1, :1],
+        context_ids=torch.full_like(one, UNREAD),
         context_positions=one,
         context_documents=one,
         noisy_ids=block,
@@ -239,6 +277,7 @@ def _idle(
         block_offset=zero + 1,
         block_start=zero + 1,
         block_document=zero,
+        source_row=zero,
         times=torch.ones(1),
         time_index=zero,
         weight=0.0,

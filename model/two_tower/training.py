@@ -8,7 +8,7 @@ Source: TwoTower (arXiv 2606.26493); Megatron-LM's masked training loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from model.errors import UserError
 from model.layout import RowBatch
 from model.objective import HELD_OUT_EPOCH, evaluating
 from model.two_tower.boundaries import Boundaries
-from model.two_tower.layout import TwoTowerBatch, draw_corruption, lay_out_two_tower
+from model.two_tower.layout import TwoTowerBatch, draw_corruption, lay_out_two_tower, tower_lengths
 from model.two_tower.prefix import KeysValues, beside, recording
 from model.two_tower.recurrent import States
 from model.two_tower.towers import ContextTower, Denoised, Denoiser, TwoTower
@@ -54,18 +54,30 @@ def read_context(context: ContextTower, batch: TwoTowerBatch, *, fold: bool = Tr
 class TwoTowerTraining(nn.Module):
     """The denoiser and its loss in one module, for DeepSpeed to wrap; the context tower stays outside.
 
-    balance: weight of the experts' load-balancing loss, per masked position like the rest of the sum; 0 is off.
+    balance: weight of the experts' load-balancing loss, per masked position like the rest of the sum; 0 is off, and so
+    is eval mode. observe: is shown every batch with the cross-entropy of each of its predictions, [M], detached; it
+    changes nothing.
     """
 
-    def __init__(self, denoiser: Denoiser, *, balance: float = 0.0) -> None:
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        balance: float = 0.0,
+        observe: Callable[[TwoTowerBatch, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.balance = balance
+        self.observe = observe
 
     def forward(self, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
         """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's masked positions."""
-        out = denoise(self.denoiser, batch, states, balance=self.balance > 0)
-        loss = cross_entropy(out.logits, batch).sum()
+        out = denoise(self.denoiser, batch, states, balance=self.training and self.balance > 0)
+        losses = cross_entropy(out.logits, batch)
+        if self.observe is not None:
+            self.observe(batch, losses.detach())
+        loss = losses.sum()
         if out.balance is not None:
             loss = loss + self.balance * batch.scored_tokens * out.balance
         return loss * batch.weight
@@ -118,6 +130,10 @@ class TwoTowerObjective:
     seed: int
     document_rows: bool
 
+    def lengths(self, rows: RowBatch) -> Tensor:
+        """Tokens that both towers run on for each row, at most: int64 [B]."""
+        return tower_lengths(rows, self.block_size)
+
     def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TwoTowerBatch:
         epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
         return lay_out_two_tower(
@@ -159,7 +175,7 @@ def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterabl
             if not batch.weight:
                 continue
             losses = token_losses(denoiser, batch, read_context(towers.context, batch)).double().cpu()
-            t = batch.times.double()[batch.time_index][:, None].expand_as(batch.masked)[batch.masked]
+            t = batch.noise.double()
             bound += float((losses / t).sum())
             bucket = (t * 10).long().clamp(max=9)
             sums += torch.zeros_like(sums).scatter_add(0, bucket, losses)

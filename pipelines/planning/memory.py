@@ -80,7 +80,7 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
     weights = _weights(shape, setup)
     moved = weights if setup.offload_parameters != "none" else 0.0
     return Memory(
-        weights=weights - moved,
+        weights=weights - moved + _frozen(shape, setup),
         gradients=sums * on_device,
         optimizer=state * on_device,
         gathered=_gathered(shape, setup),
@@ -104,6 +104,13 @@ def _weights(shape: Shape, setup: Setup) -> float:
     return setup.width * shape.parameters / (setup.workers if setup.zero_stage == 3 else 1)
 
 
+def _frozen(shape: Shape, setup: Setup) -> float:
+    """A second network that does not learn."""
+    if not setup.frozen_streams:
+        return 0.0
+    return setup.width * shape.parameters / (setup.workers if setup.frozen_shared else 1)
+
+
 def _gradients(setup: Setup, trained: float) -> float:
     """Sums over micro-steps: a worker's share from stage 2 on, else of every parameter; stage 0 keeps the format."""
     width = STATE_WIDTH if setup.zero_stage else setup.width
@@ -112,9 +119,8 @@ def _gradients(setup: Setup, trained: float) -> float:
 
 def _gathered(shape: Shape, setup: Setup) -> float:
     """DeepSpeed keeps a gathered parameter that comes again soon: a model below the bound is whole in every worker."""
-    if not setup.shared:
-        return 0.0
-    return setup.width * float(min(shape.parameters, max(setup.live_parameters, shape.largest)))
+    networks = int(setup.shared) + int(setup.frozen_shared and setup.workers > 1)
+    return networks * setup.width * float(min(shape.parameters, max(setup.live_parameters, shape.largest)))
 
 
 def _buckets(setup: Setup, trained: float) -> float:
@@ -140,9 +146,11 @@ def layer_bytes(shape: Shape, setup: Setup) -> float:
 
 
 def _activations(shape: Shape, setup: Setup) -> float:
-    """All layers', or with checkpointing their inputs and one layer in full; the final norm's besides."""
+    """All layers', or with checkpointing their inputs and one layer in full; the final norm's besides, and what a
+    frozen network's keys and values take."""
     tokens, one = setup.micro_tokens, layer_bytes(shape, setup)
     last = tokens * (4 + 2 * setup.width) * shape.hidden
+    last += setup.micro_rows * setup.row_tokens * setup.frozen_streams * shape.layers * 2 * setup.width * shape.kv
     if setup.checkpointing:
         return tokens * (shape.layers * setup.width * shape.hidden + one) + last
     return tokens * shape.layers * one + last
@@ -158,9 +166,14 @@ def _layer_backward(shape: Shape, setup: Setup) -> float:
 
 
 def _loss(shape: Shape, setup: Setup) -> float:
-    """Logits of a chunk of predictions in two formats and, until they are reduced, the head's gradients."""
+    """Logits of a chunk of predictions in two formats and, until they are reduced, the head's gradients.
+
+    Two towers hold all logits at once, and their gradients.
+    """
     b, predictions = setup.width, setup.micro_predictions
     whole = STATE_WIDTH * predictions * shape.vocabulary
+    if setup.frozen_streams:
+        return 2 * whole * (1 + b / STATE_WIDTH) + b * shape.head
     chunk = min(whole, setup.loss_chunk)
     sums = b if whole <= setup.loss_chunk or b == STATE_WIDTH else STATE_WIDTH + b
     return chunk * (1 + b / STATE_WIDTH) + sums * shape.head + 2 * b * predictions * shape.hidden

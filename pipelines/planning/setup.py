@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STREAMS = {"block_diffusion": 3.0, "next_token": 1.0}  # network tokens for a token of a row, at most
+STREAMS = {
+    "block_diffusion": 3.0,
+    "next_token": 1.0,
+    "two_tower": 1.0,
+}  # tokens of the trained network for a token of a row, at most
 WIDTH = {"bfloat16": 2, "float32": 4}
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
@@ -13,10 +17,13 @@ STATE_WIDTH = 4  # bytes of master copy, each moment, and the sums of gradients
 
 @dataclass(frozen=True)
 class Setup:
-    """One run. streams: network tokens for a token of a row. predicted: share of a row's tokens that carry loss.
+    """One run. streams: tokens of the trained network for a token of a row. predicted: share of a row's tokens that
+    carry loss.
 
     width: bytes of a weight in forward and backward. buckets in elements: what DeepSpeed reduces at once, fetches ahead
     and keeps gathered. trainable: share of the parameters that learn (1 without LoRA). offload_*: none, cpu or nvme.
+    frozen_streams: tokens of a second, frozen network of the same shape; 0: there is none. frozen_shared: whether
+    workers share it out.
     """
 
     workers: int
@@ -35,6 +42,8 @@ class Setup:
     trainable: float = 1.0
     offload_optimizer: str = "none"
     offload_parameters: str = "none"
+    frozen_streams: float = 0.0
+    frozen_shared: bool = False
 
     @property
     def micro_steps(self) -> int:

@@ -10,6 +10,7 @@ from pipelines.adapt import AdaptConfig
 from pipelines.planning.hardware import Cluster
 from pipelines.planning.setup import LIVE_PARAMETERS, REDUCE_BUCKET, STREAMS, WIDTH, Setup
 from pipelines.planning.shape import Shape
+from pipelines.training.options import two_tower_settings
 from pipelines.training.section import TrainSection, worker_keys
 
 
@@ -23,12 +24,14 @@ def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: fl
     """The layout of an adapt run on a cluster of GPUs. Raises UserError for what adapt would refuse."""
     train = config.train
     _check(config, cluster)
+    towers = two_tower_settings(config.objective, config.two_tower)
+    frozen = 0.0 if towers is None else 1.0
     return Setup(
         workers=cluster.workers,
         cuda=True,
         zero_stage=train.zero_stage,
         width=WIDTH[train.dtype],
-        micro_rows=_micro_rows(train, config.pack.context_length * streams),
+        micro_rows=_micro_rows(train, config.pack.context_length * (streams + frozen)),
         rows_per_step=train.rows_per_step,
         row_tokens=config.pack.context_length,
         streams=streams,
@@ -38,6 +41,8 @@ def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: fl
         live_parameters=LIVE_PARAMETERS,
         loss_chunk=GPU_CHUNK_BYTES,
         trainable=_trainable(train, shape),
+        frozen_streams=frozen,
+        frozen_shared=towers is not None and towers.context_weights == "sharded",
         offload_optimizer=train.offload.optimizer,
         offload_parameters=train.offload.parameters,
     )
@@ -55,6 +60,7 @@ def _check(config: AdaptConfig, cluster: Cluster) -> None:
         device="cuda",
         workers=cluster.workers,
         threads=1,
+        two_tower=two_tower_settings(config.objective, config.two_tower),
         **worker_keys(config.train),
     ).check()
 

@@ -40,11 +40,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a row costs beside its tokens. pairs: query-key pairs of a row that are computed; head: positions of it."""
+    """What a row costs. pairs: query-key pairs that are computed; head: positions of it; frozen_*: of a second network
+    that only runs forward."""
 
     tokens: float
     pairs: float
     head: float
+    frozen_tokens: float = 0.0
+    frozen_pairs: float = 0.0
 
 
 def own_rows(setup: Setup, documents: float) -> Rows:
@@ -57,6 +60,8 @@ def own_rows(setup: Setup, documents: float) -> Rows:
         tokens=setup.row_tokens * setup.streams,
         pairs=setup.row_tokens * setup.streams * length / 2,
         head=setup.row_tokens * setup.predicted,
+        frozen_tokens=setup.row_tokens * setup.frozen_streams,
+        frozen_pairs=setup.row_tokens * setup.frozen_streams * length / 2,
     )
 
 
@@ -76,13 +81,15 @@ def work_of(shape: Shape, rows: Rows, setup: Setup) -> Work:
     layers = 2 * tokens * shape.matrices
     head = 2 * rows.head * count * shape.head
     trained = 2 if setup.trainable == 1 else 1 + setup.trainable  # frozen weights get no gradient of their own
-    pairs = 4.0 * rows.pairs * count * shape.attention * shape.layers
-    narrow = tokens * shape.layers * setup.width * (NARROW_PASSES * shape.hidden + WIDE_PASSES * shape.mlp)
+    a_pair = 4.0 * shape.attention * shape.layers
+    a_token = shape.layers * setup.width * (NARROW_PASSES * shape.hidden + WIDE_PASSES * shape.mlp)
+    pairs, frozen_pairs = a_pair * rows.pairs * count, a_pair * rows.frozen_pairs * count
+    frozen = 2 * rows.frozen_tokens * count * shape.matrices
     return Work(
-        products=layers * (forwards + trained) + head * (1 + trained),
-        attention=pairs * (forwards + BACKWARD_ATTENTION),
-        model=(layers + head) * (1 + trained) + pairs * (1 + BACKWARD_ATTENTION),
-        narrow_bytes=narrow * (forwards + 2),
+        products=layers * (forwards + trained) + head * (1 + trained) + frozen,
+        attention=pairs * (forwards + BACKWARD_ATTENTION) + frozen_pairs,
+        model=(layers + head) * (1 + trained) + pairs * (1 + BACKWARD_ATTENTION) + frozen + frozen_pairs,
+        narrow_bytes=a_token * count * (rows.tokens * (forwards + 2) + rows.frozen_tokens),
         update_bytes=UPDATE_BYTES * shape.parameters * setup.trainable,
     )
 

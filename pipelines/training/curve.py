@@ -45,7 +45,10 @@ def _draw_loss(axis: Axes, records: Lines) -> None:
     steps, held_out = series(records, "held_out_loss")
     if len(held_out):
         axis.plot(steps, held_out, color="tab:red", marker="o", markersize=4, label="held-out rows")
-    axis.set(title="loss", ylabel="nats per supervised token")
+    steps, bound = series(records, "held_out_bound")
+    if len(bound):
+        axis.plot(steps, bound, color="tab:orange", marker="s", markersize=4, label="bound of -ln p, held-out rows")
+    axis.set(title="loss", ylabel="nats per token")
     rates = axis.twinx()
     rates.plot(*series(records, "learning_rate"), color="tab:gray", linestyle=":", linewidth=1)
     rates.set_ylabel("learning rate (dotted)")

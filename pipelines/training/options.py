@@ -1,4 +1,4 @@
-"""The sections inside `--train.*`: what is offloaded, and training an adapter instead of the weights."""
+"""Sections of a training run: what is offloaded, an adapter instead of the weights, the two towers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from actors.training.settings import TwoTowerSettings
 from pipelines.jobkit import Section
 
 Place = Literal["none", "cpu", "nvme"]
@@ -36,3 +37,37 @@ class LoraSection(Section):
         description="names of the modules that get an adapter, such as q_proj v_proj; all-linear: every linear one "
         "between embedding and head",
     )
+
+
+class TwoTowerSection(Section):
+    """What --objective two_tower is told beyond --train.*: a frozen context tower reads, a trained denoiser writes
+    blocks of tokens. Its rows may be packed with any block size; blocks begin right behind each prompt."""
+
+    block_size: int = Field(16, ge=1, description="tokens of a block, and the most that decoding may use later")
+    first_block_size: int | None = Field(
+        None, ge=1, description="tokens of a block in the first first_steps steps (published: 32, then 16)"
+    )
+    first_steps: int = Field(0, ge=0, description="steps that train with first_block_size")
+    balance_weight: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the experts' load-balancing loss, per masked token, added to loss; 0: none. It is taken "
+        "on each forward's tokens, so with it the loss depends a little on micro_rows and workers",
+    )
+    context: Literal["copy", "reference"] = Field(
+        "copy",
+        description="the context tower in model/: copy, the base model's weights in model/context; reference, the "
+        "name of --model, whose weights must then stay as they are",
+    )
+    context_weights: Literal["replicated", "sharded"] = Field(
+        "replicated",
+        description="while training: replicated, every worker holds the whole context tower; sharded, workers share it "
+        "out and gather it layer by layer (not with recurrent layers)",
+    )
+
+
+def two_tower_settings(objective: str, section: TwoTowerSection | None) -> TwoTowerSettings | None:
+    """What workers are told of the section: its defaults where the objective needs them and nobody gave any."""
+    if section is not None:
+        return TwoTowerSettings(**section.model_dump())
+    return TwoTowerSettings() if objective == "two_tower" else None

@@ -24,7 +24,8 @@ class TrainSection(Section):
         None,
         ge=1,
         description="instead of micro_rows: tokens that the network runs on in one forward of one worker (about three "
-        "times a fully supervised row); rows that need fewer share a forward, one that needs more runs alone",
+        "times a fully supervised row, twice with two_tower); rows that need fewer share a forward, one that needs "
+        "more runs alone",
     )
     workers: int | Literal["auto"] = Field(
         "auto",

@@ -50,8 +50,29 @@ def test_a_misspelt_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_an_objective_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert adapt("--objective", "two_tower") == 2
+    assert adapt("--objective", "three_tower") == 2
     assert "objective" in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--two_tower.block_size", 8), "belongs to --objective two_tower: leave it out with block_diffusion"),
+        (("--objective", "two_tower", "--train.ar_loss_weight", 0.5), "--train.ar_loss_weight means nothing to"),
+        (("--objective", "two_tower", "--train.document_mask", "false"), "--train.document_mask means nothing to"),
+        (("--objective", "two_tower", "--train.lora.rank", 4), "--train.lora trains an adapter in one network"),
+        (("--objective", "two_tower", "--two_tower.first_steps", 3), "belong together: give both, or neither"),
+        (
+            ("--objective", "two_tower", "--two_tower.first_block_size", 32, "--two_tower.first_steps", 60),
+            "leaves none of 60 steps to train blocks of 16 tokens",
+        ),
+    ],
+)
+def test_keys_of_another_objective_are_refused(
+    words: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert adapt("--dry-run", "--train.workers", 1, "--train.device", "cpu", *words) == 2
+    assert said in last_line(capsys)
 
 
 def test_packed_rows_among_chats_are_refused(

@@ -25,6 +25,7 @@ from pipelines.planning.setup import Setup
 from pipelines.planning.shape import Shape, shape_of, shape_of_config
 from pipelines.planning.told import cpu_setup
 from pipelines.planning.traffic import traffic_of
+from pipelines.planning.work import own_rows, work_of
 from tests.published import build_published
 
 SEVEN = "Qwen/Qwen2.5-7B-Instruct"
@@ -310,6 +311,7 @@ def test_adapts_options_reach_the_forecast(capsys: pytest.CaptureFixture[str]) -
             "--train.ar_loss_weight 0.5",
             "--train.micro_tokens 13000",
             "--objective next_token",
+            "--objective two_tower",
         )
     }
     kinds = {words: one["memory"]["kinds_gb"] for words, one in changed.items()}
@@ -319,4 +321,18 @@ def test_adapts_options_reach_the_forecast(capsys: pytest.CaptureFixture[str]) -
     assert changed["--train.ar_loss_weight 0.5"]["memory"]["network_tokens"] == 4 * 2048
     assert changed["--train.micro_tokens 13000"]["memory"]["micro_rows"] == 2
     assert changed["--objective next_token"]["run"]["hours"] < base["run"]["hours"] / 2
+    assert kinds["--objective two_tower"]["weights"] == pytest.approx(65 * base["memory"]["kinds_gb"]["weights"])
     assert planned("--model", SEVEN, "--train.zero_stage", 2, "--train.offload.parameters", "cpu") == 2
+
+
+def test_the_frozen_tower_is_whole_on_every_worker_and_only_runs_forward(seven: Shape) -> None:
+    one = on_gpus(8, streams=1.0)
+    two = replace(one, frozen_streams=1.0)
+    alone, beside = memory_of(seven, one), memory_of(seven, two)
+    assert beside.weights - alone.weights == 2 * seven.parameters
+    assert memory_of(seven, replace(two, frozen_shared=True)).weights == alone.weights * 2
+    assert (beside.gradients, beside.optimizer) == (alone.gradients, alone.optimizer)
+    layers = 2 * seven.matrices * 256 * 2048
+    works = [work_of(seven, own_rows(setup, documents=1.0), setup) for setup in (one, two)]
+    assert works[1].products - works[0].products == pytest.approx(layers)
+    assert works[1].attention > works[0].attention

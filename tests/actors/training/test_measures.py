@@ -13,13 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from actors.training import clock as clock_module
 from actors.training.clock import OTHER, PHASES, StepClock, watch_collectives
-from actors.training.flops import FlopCount, peak_flops
+from actors.training.flops import FlopCount, TwoTowerFlops, peak_flops
 from actors.training.noise import LEVELS, NoiseTally, level_name, mean_by_level
 from model.backbone import Backbone, load_backbone
 from model.corruption import IGNORED, draw_noise, row_generator
 from model.layout import TrainingBatch
 from model.objective import BlockDiffusion, TrainingModel, make_objective, token_losses
+from model.two_tower.training import TwoTowerTraining, read_context
 from tests.model.rows import MASK, random_rows
+from tests.towers import chat_rows, laid_out, shared_towers
 
 K = 8
 ROWS = 8
@@ -176,8 +178,7 @@ def test_operations_are_those_that_torch_counts_in_matrix_products(backbone: Bac
     model, batch = copy.deepcopy(backbone.model).train(), batch_of(backbone)
     with FlopCounterMode(display=False) as counter:
         TrainingModel(model)(batch).backward()
-    counted = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
-    products = sum(count for name, count in counted.items() if name in ("aten.mm", "aten.addmm"))
+    products = _products(counter)
     count = FlopCount.of(model)
     assert count is not None
     assert count.step([batch]) == products
@@ -185,6 +186,28 @@ def test_operations_are_those_that_torch_counts_in_matrix_products(backbone: Bac
     frozen = FlopCount.of(model)
     assert frozen is not None
     assert frozen.step([batch]) == pytest.approx(products * 2 / 3)
+
+
+def test_of_two_towers_the_frozen_one_runs_forward_only() -> None:
+    towers, rows = shared_towers("llama"), chat_rows()
+    batch = laid_out(towers, rows, keep_all=False)
+    module = TwoTowerTraining(towers.writer())
+    count = FlopCount.of(towers.writer().causal_lm)
+    assert count is not None
+    with FlopCounterMode(display=False) as counter:
+        states = read_context(towers.context, batch)
+    read = _products(counter)
+    with FlopCounterMode(display=False) as counter:
+        module(batch, states).backward()
+    towers.writer().zero_grad()
+    assert read == 2 * count.layers * batch.context_ids.numel() + 2 * count.head  # of one token, for ZeRO's sake
+    # beyond the count: the time conditioning, a few products a document
+    assert TwoTowerFlops(count).step([batch]) == pytest.approx(read + _products(counter), rel=0.1)
+
+
+def _products(counter: FlopCounterMode) -> int:
+    counted = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    return sum(count for name, count in counted.items() if name in ("aten.mm", "aten.addmm"))
 
 
 def test_the_peak_is_the_makers_for_the_devices_whole_name() -> None:

@@ -1,19 +1,19 @@
-"""LoRA adapters as `peft` saves them (adapter_config.json and adapter_model.safetensors): written, and merged into a
-model. One that was trained here has the model's block-diffusion entry beside it."""
+"""LoRA adapters as `peft` makes and saves them (adapter_config.json and adapter_model.safetensors): begun, written, and
+merged into a model. One that was trained here has the model's block-diffusion entry beside it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.config import BlockDiffusionConfig
@@ -22,6 +22,46 @@ from model.sources import fetch_model, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BLOCK_DIFFUSION = "block_diffusion.json"  # ours: what the base model becomes with the adapter
+
+
+ALL_LINEAR = ("all-linear",)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """rank of the two factors; alpha: the product counts alpha / rank times; targets: module names, or all-linear."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+def begin_adapter(model: PreTrainedModel, name: str, settings: LoraSettings, key: str) -> Any:
+    """peft's model around this one, whose linear modules now carry a new adapter; everything else is frozen.
+
+    Draws from torch's generator. name: the model's, key: the setting's, for errors. Raises UserError where a target is
+    no linear module inside the model.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UserError(f"{key} needs the package peft: pip install 'blockcast[adapters]'.") from error
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules="all-linear" if settings.targets == ALL_LINEAR else list(settings.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{key}.targets do not fit {name}: {first_line(error)}") from error
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if not isinstance(embedding, nn.Linear | nn.Embedding):
+            raise UserError(f"{key}.targets: the embedding and the head stay as they are, leave them out.")
+    return peft_model
 
 
 def merge_adapter(model: PreTrainedModel, source: str | Path) -> PreTrainedModel:

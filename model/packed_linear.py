@@ -17,10 +17,18 @@ import torch
 from torch import Tensor, nn
 
 PACKABLE = (torch.float32, torch.bfloat16)
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that shares the given one's parameters and multiplies with a packed copy when no gradient is due.
+    """A linear layer with the given one's parameters and hooks, that multiplies with a packed copy when no gradient is
+    due.
 
     The copy is made again when the weight has changed; parameter names and state_dict stay as they were.
     """
@@ -32,6 +40,8 @@ class PackedLinear(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         self.train(linear.training)
+        for name in HOOKS:
+            setattr(self, name, getattr(linear, name))
         self._packed: tuple[tuple[int, int], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:

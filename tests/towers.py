@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from model.attention import NAME
 from model.backbone import load_backbone
 from model.layout import RowBatch
+from model.two_tower.adapter import default_settings
 from model.two_tower.config import TwoTowerConfig
 from model.two_tower.folder import make_two_tower, save_two_tower
 from model.two_tower.layout import Corruption, TwoTowerBatch, draw_corruption, lay_out_two_tower
 from model.two_tower.reader import Reader, Stretch
+from model.two_tower.shared import build_shared_towers
 from model.two_tower.towers import TwoTower, build_two_tower
 from tests.tiny import build_tiny_model
 
@@ -101,6 +103,26 @@ def tiny_towers(
 def shared_towers(kind: str) -> TwoTower:
     """The same towers for every test that leaves them as they are."""
     return tiny_towers(kind)
+
+
+def tiny_lora_towers(
+    kind: str, dtype: torch.dtype = torch.float64, *, trained: bool = True, mask: int = MASK
+) -> TwoTower:
+    """Both towers in one model, with an adapter of rank 4. trained: adapter and time conditioning have been moved."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = TwoTowerConfig(BLOCK, mask, denoiser="lora")
+        towers = build_shared_towers(tiny_decoder(kind, dtype), config, default_settings(4))
+    if trained:
+        scatter(towers)
+    towers.writer().eval()
+    return towers
+
+
+@cache
+def lora_towers(kind: str) -> TwoTower:
+    """The same towers for every test that leaves them as they are."""
+    return tiny_lora_towers(kind)
 
 
 def scatter(towers: TwoTower, seed: int = 7) -> None:

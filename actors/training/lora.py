@@ -10,17 +10,15 @@ server does, from the written adapter, so that both give the same weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors.training.trained_model import publish_folder, publish_model
-from model.adapters import merge_adapter, save_adapter
+from model.adapters import LoraSettings, begin_adapter, merge_adapter, save_adapter
 from model.backbone import Backbone
-from model.errors import UserError
-from model.sources import first_line
 
 ADAPTER = "adapter"
 PREFIX = "base_model.model."
@@ -29,15 +27,6 @@ BASE, LORA_A, LORA_B = ".base_layer.", ".lora_A.default.", ".lora_B.default."  #
 
 def _own_name(name: str) -> str:
     return name.replace(BASE, ".")
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """rank of the two factors; alpha: the product counts alpha / rank times; targets: module names, or all-linear."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
 
 
 class Adapter:
@@ -52,26 +41,7 @@ class Adapter:
 
         Raises UserError where a target is no linear module inside the model.
         """
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise UserError("--train.lora needs the package peft: pip install 'blockcast[adapters]'.") from error
-        every = settings.targets == ("all-linear",)
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            target_modules="all-linear" if every else list(settings.targets),
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-        )
-        try:
-            peft_model = get_peft_model(backbone.model, config, autocast_adapter_dtype=False)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"--train.lora.targets do not fit {backbone.name}: {first_line(error)}") from error
-        for embedding in (backbone.model.get_input_embeddings(), backbone.model.get_output_embeddings()):
-            if type(embedding) not in (nn.Linear, nn.Embedding):
-                raise UserError("--train.lora.targets: the embedding and the head stay as they are, leave them out.")
+        peft_model = begin_adapter(backbone.model, backbone.name, settings, "--train.lora")
         return cls(peft_model, settings.alpha / settings.rank)
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.training.checkpoints import Identity
-from actors.training.lora import LoraSettings
 from actors.training.offload import NOTHING, Offload
 from actors.training.rows import micro_steps
 from actors.training.schedule import Schedule
+from model.adapters import LoraSettings
 from model.errors import UserError
 from model.objective import make_objective
 

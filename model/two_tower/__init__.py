@@ -11,5 +11,7 @@ training     the training pass, the loss, the held-out bound
 reader       both towers at decoding time, over pages
 decoding     Algorithm 1, AR mode, likelihoods
 lossless     the denoiser drafts, the context tower verifies
-folder       the model on disk; published: the layout of the published checkpoint
+adapter      `denoiser: lora`: an adapter over the context tower's weights instead of weights of its own
+shared       both towers in one model, and in one forward
+folder       the model on disk; adapter_folder: the adapter's part; published: the layout of the published checkpoint
 """

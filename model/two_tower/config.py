@@ -13,11 +13,14 @@ from model.two_tower.modulation import ORDERS
 
 FILE = "two_tower.json"
 OWN_CONTEXT = "context"  # the context tower lies in the folder itself
+CLONE, LORA = "clone", "lora"
+DENOISERS = (CLONE, LORA)
 
 
 @dataclass(frozen=True)
 class TwoTowerConfig:
-    """block_size S in tokens; order: see `model.two_tower.modulation`.
+    """block_size S in tokens; order: see `model.two_tower.modulation`. denoiser: "clone", weights of its own, or
+    "lora", an adapter over the context tower's.
 
     context: where the context tower is, "context" for the folder's own copy, else a model folder, URI or Hub id, and
     context_revision the short hash that it must have. trained_context_length: longest document (tokens) seen in
@@ -31,6 +34,7 @@ class TwoTowerConfig:
     context: str = OWN_CONTEXT
     context_revision: str | None = None
     trained_context_length: int | None = None
+    denoiser: str = CLONE
 
     def __post_init__(self) -> None:
         for name in ("block_size", "mask_token_id", "trained_context_length"):
@@ -44,6 +48,8 @@ class TwoTowerConfig:
             raise UserError(f"{FILE}: mask_token_id must not be negative, not {self.mask_token_id}.")
         if self.order not in ORDERS:
             raise UserError(f"{FILE}: order must be one of {', '.join(ORDERS)}, not {self.order!r}.")
+        if self.denoiser not in DENOISERS:
+            raise UserError(f"{FILE}: denoiser must be one of {', '.join(DENOISERS)}, not {self.denoiser!r}.")
         if self.method != "two_tower":
             raise UserError(f"{FILE}: method {self.method!r} is not two_tower: this is no TwoTower model.")
 

@@ -1,7 +1,7 @@
 """A TwoTower model on disk, and how one is begun from an AR model.
 
     context/                        the context tower, an ordinary Hugging Face folder; or a reference in two_tower.json
-    denoiser/                       the denoiser tower, the same
+    denoiser/                       the denoiser tower, the same; with "denoiser": "lora" see `adapter_folder`
     time_conditioning.safetensors   its time conditioning
     two_tower.json                  `TwoTowerConfig`
 
@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from model.adapters import LoraSettings
 from model.backbone import (
     Backbone,
     choose_mask_token,
@@ -30,8 +29,11 @@ from model.backbone import (
 )
 from model.errors import UserError
 from model.sources import fetch_model, first_line
-from model.two_tower.config import FILE, OWN_CONTEXT, TwoTowerConfig
+from model.two_tower.adapter_folder import load_shared, save_shared
+from model.two_tower.config import CLONE, FILE, LORA, OWN_CONTEXT, TwoTowerConfig
 from model.two_tower.published import is_published, load_published
+from model.two_tower.shared import SharedDenoiser, build_shared_towers
+from model.two_tower.tensors import read_tensors, write_tensors
 from model.two_tower.towers import ContextTower, Denoiser, TwoTower, build_two_tower, check_config
 
 DENOISER, TIME = "denoiser", "time_conditioning.safetensors"
@@ -50,8 +52,16 @@ class TwoTowerModel:
         return self.context.tokenizer
 
 
-def make_two_tower(backbone: Backbone, *, block_size: int = BLOCK_SIZE, order: str = "norm_first") -> TwoTowerModel:
+def make_two_tower(
+    backbone: Backbone,
+    *,
+    block_size: int = BLOCK_SIZE,
+    order: str = "norm_first",
+    lora: LoraSettings | None = None,
+) -> TwoTowerModel:
     """Both towers from an AR model: the backbone becomes the context tower, the denoiser a copy of it.
+
+    lora: the denoiser is not a copy but an adapter over the same weights, see `model.two_tower.shared`.
 
     Raises UserError for a model that was adapted to write blocks itself, or whose layers TwoTower does not know.
     """
@@ -63,7 +73,16 @@ def make_two_tower(backbone: Backbone, *, block_size: int = BLOCK_SIZE, order: s
         backbone.tokenizer.add_special_tokens(
             {"extra_special_tokens": [mask.token]}, replace_extra_special_tokens=False
         )
-    config = TwoTowerConfig(block_size, mask.id, order, context=backbone.name, context_revision=backbone.revision)
+    config = TwoTowerConfig(
+        block_size,
+        mask.id,
+        order,
+        context=backbone.name,
+        context_revision=backbone.revision,
+        denoiser=CLONE if lora is None else LORA,
+    )
+    if lora is not None:
+        return TwoTowerModel(build_shared_towers(backbone.model, config, lora), backbone)
     return TwoTowerModel(build_two_tower(backbone.model, config), backbone)
 
 
@@ -74,13 +93,17 @@ def save_two_tower(model: TwoTowerModel, folder: Path, *, context: bool) -> None
     """
     writer = model.towers.writer()
     folder.mkdir(parents=True, exist_ok=True)
-    save_backbone(replace(model.context, model=writer.causal_lm), folder / DENOISER)
-    time = {name: tensor.detach().cpu().contiguous() for name, tensor in writer.time.state_dict().items()}
-    save_file(time, folder / TIME, metadata={"format": "pt"})
     config = model.towers.config
+    if isinstance(writer, SharedDenoiser):
+        save_shared(writer, config.context, model.tokenizer, folder / DENOISER)
+    else:
+        save_backbone(replace(model.context, model=writer.causal_lm), folder / DENOISER)
+    write_tensors(writer.time.state_dict(), folder / TIME)
     if context:
         save_backbone(model.context, folder / OWN_CONTEXT)
-        config = replace(config, context=OWN_CONTEXT, context_revision=None)
+        # An adapter means nothing over other weights than its own base's, so it names those of the copy too.
+        revision = revision_of(folder / OWN_CONTEXT) if config.denoiser == LORA else None
+        config = replace(config, context=OWN_CONTEXT, context_revision=revision)
     elif config.context == OWN_CONTEXT:
         raise UserError(f"{folder}: the context tower has no place of its own to refer to: save it with the model.")
     save_config(config, folder)
@@ -121,14 +144,22 @@ def load_two_tower(
         return TwoTowerModel(TwoTower(ContextTower(context.model), None, config), context)
     if not (folder / DENOISER).is_dir():
         raise UserError(f"{folder} lacks the folder {DENOISER}: load it for AR mode only, or copy the model again.")
-    writer = load_backbone(folder / DENOISER, dtype=dtype, device=denoiser_device or device)
-    check_config(writer.model, config)
-    _check_pair(folder, context, writer)
-    tower = Denoiser(writer.model, config.order)
-    _load_time(folder / TIME, tower)
+    if config.denoiser == LORA:
+        if denoiser_device not in (None, device):
+            raise UserError(
+                f"{folder} holds one copy of the weights, which cannot lie on {device} and {denoiser_device}."
+            )
+        towers, tokenizer = load_shared(context, config, folder / DENOISER), load_tokenizer(folder / DENOISER)
+    else:
+        writer = load_backbone(folder / DENOISER, dtype=dtype, device=denoiser_device or device)
+        check_config(writer.model, config)
+        _check_pair(folder, context, writer)
+        tower, tokenizer = Denoiser(writer.model, config.order), writer.tokenizer
+        towers = TwoTower(ContextTower(context.model), tower, config)
+    time = towers.writer().eval().time
+    time.load_state_dict(read_tensors(folder / TIME, time.state_dict()))
     # The denoiser's tokenizer knows the mask token, the base model's own may not.
-    context = replace(context, tokenizer=writer.tokenizer, name=str(source))
-    return TwoTowerModel(TwoTower(ContextTower(context.model), tower.eval(), config), context)
+    return TwoTowerModel(towers, replace(context, tokenizer=tokenizer, name=str(source)))
 
 
 def read_two_tower_config(folder: Path) -> TwoTowerConfig:
@@ -153,6 +184,8 @@ def context_folder(folder: Path, config: TwoTowerConfig) -> Path:
 def _load_context(folder: Path, config: TwoTowerConfig, dtype: torch.dtype, device: str) -> Backbone:
     place = context_folder(folder, config)
     if config.context == OWN_CONTEXT:
+        if config.context_revision not in (None, revision_of(place)):
+            raise UserError(f"{place} holds other weights than the denoiser was trained on: copy it again.")
         return load_backbone(place, dtype=dtype, device=device)
     revision = revision_of(place)
     if config.context_revision not in (None, revision):
@@ -170,25 +203,6 @@ def _check_pair(folder: Path, context: Backbone, writer: Backbone) -> None:
         ours, theirs = getattr(mine, name, None), getattr(other, name, None)
         if ours != theirs:
             raise UserError(f"{folder}: the context tower has {name} {ours}, the denoiser {theirs}: they do not pair.")
-
-
-def _load_time(path: Path, denoiser: Denoiser) -> None:
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} lacks {path.name}: copy the model again.") from error
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged: {first_line(error)}") from error
-    own = denoiser.time.state_dict()
-    for kind, names in (("lacks", own.keys() - tensors.keys()), ("holds the unexpected", tensors.keys() - own.keys())):
-        if names:
-            raise UserError(f"{path} {kind} tensor {min(names)}: it belongs to another model.")
-    for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise UserError(
-                f"{path}: {name} is {tuple(tensor.shape)}, but the denoiser needs {tuple(own[name].shape)}."
-            )
-    denoiser.time.load_state_dict(tensors)
 
 
 def _published(folder: Path, name: str, dtype: torch.dtype, device: str, denoiser_device: str) -> TwoTowerModel:

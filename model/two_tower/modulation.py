@@ -84,7 +84,7 @@ class Modulation:
             raise UserError(f"order must be one of {', '.join(ORDERS)}, not {order!r}.")
         self.order = order
         self.vectors: Tensor | None = None  # [sublayers, M, 3, H]
-        self.index: Tensor | None = None  # which of the M times a row of the batch has, int64 [N]
+        self.index: Tensor | None = None  # which of the M times a row has, int64 [N], or a token, int64 [N, S]
         for number, sublayer in enumerate(sublayers):
             self._hook(number, sublayer)
 
@@ -123,9 +123,10 @@ class Modulation:
         return h * (1 + self._vector(number, SCALE, h)) + self._vector(number, SHIFT, h)
 
     def _vector(self, number: int, which: int, like: Tensor) -> Tensor:
-        """[N, 1, H], for the N rows of `like` [N, S, H]."""
+        """[N, 1, H], for the N rows of `like` [N, S, H]; [N, S, H] where tokens have times of their own."""
         assert self.vectors is not None and self.index is not None
-        return self.vectors[number, :, which].to(like.dtype)[self.index][:, None]
+        picked = self.vectors[number, :, which].to(like.dtype)[self.index]
+        return picked[:, None] if self.index.dim() == 1 else picked
 
 
 @contextmanager

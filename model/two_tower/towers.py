@@ -10,6 +10,8 @@ Source: TwoTower (arXiv 2606.26493).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from model.errors import UserError
 from model.masks import Tokens
 from model.recurrence import Folded, unclamp_time_steps
 from model.two_tower.boundaries import recurrent_mixers
-from model.two_tower.config import TwoTowerConfig
+from model.two_tower.config import LORA, TwoTowerConfig
 from model.two_tower.modulation import Modulation, TimeConditioning, check_hooks
 from model.two_tower.prefix import recording
 from model.two_tower.recurrent import StateCache, States
@@ -32,9 +34,13 @@ from model.two_tower.sublayers import decoder_layers, sublayers_of
 class ContextTower:
     """The frozen reader. Not a module: no optimiser, no gradient partition and no checkpoint ever holds it."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """alone: keeps a denoiser that shares these weights still while this tower reads."""
         require_plan_attention(causal_lm)
         unclamp_time_steps(causal_lm)
+        self.alone = alone
         self.causal_lm = causal_lm.eval().requires_grad_(False)
         self.layers = len(decoder_layers(causal_lm))
         self.recurrent = bool(recurrent_mixers(causal_lm))
@@ -51,7 +57,7 @@ class ContextTower:
         self, ids: Tensor, positions: Tensor, plan: AttentionPlan, cache: StateCache | None, keep: Tensor
     ) -> Tensor:
         """Logits [M, V] where `keep`, bool [R, n]; ids and positions int64 [R, n]; plan: for [1, R * n]."""
-        with torch.no_grad():
+        with torch.no_grad(), self.alone():
             logits: Tensor = run_tower(self.causal_lm, ids, positions, plan, cache, keep).logits
         return logits
 
@@ -69,13 +75,15 @@ class Denoiser(nn.Module):
     `causal_lm` keeps its parameter names, so it saves as an ordinary checkpoint; `time` is a small file beside it.
     """
 
+    causal_lm: PreTrainedModel
+
     def __init__(self, causal_lm: PreTrainedModel, order: str = "norm_first") -> None:
         """Raises UserError for a model whose layers are arranged in a way that is not known."""
         super().__init__()
         require_plan_attention(causal_lm)
         unclamp_time_steps(causal_lm)
         sublayers = sublayers_of(causal_lm)
-        self.causal_lm = causal_lm
+        self._hold(causal_lm)
         self.layers = len(decoder_layers(causal_lm))
         self.recurrent = bool(recurrent_mixers(causal_lm))
         learned = getattr(causal_lm.get_decoder(), "wpe", None)
@@ -84,9 +92,12 @@ class Denoiser(nn.Module):
             int(causal_lm.config.get_text_config().hidden_size), [sublayer.slot for sublayer in sublayers]
         ).to(causal_lm.device, causal_lm.dtype)
         self.modulation = Modulation(sublayers, order)
-        check_hooks(causal_lm, self.modulation, len(sublayers), _four_tokens(causal_lm.device))
+        check_hooks(causal_lm, self.modulation, len(sublayers), four_tokens(causal_lm.device))
         for layer in decoder_layers(causal_lm):
             layer.__dict__["_can_checkpoint_with_cache"] = True  # its cache is only read
+
+    def _hold(self, causal_lm: PreTrainedModel) -> None:
+        self.causal_lm = causal_lm
 
     @property
     def device(self) -> torch.device:
@@ -110,8 +121,7 @@ class Denoiser(nn.Module):
         raises UserError for a model whose modeling code has no such loss.
         """
         self.modulation.set(self.time(times), time_index.to(self.device))
-        if self.positions is not None:  # a canvas may reach past the last position that was learned
-            positions = positions.clamp(max=self.positions - 1)
+        positions = self._reach(positions)
         cache = None
         if self.recurrent:
             moved = {layer: state.to(self.device) for layer, state in seeds.items()}
@@ -122,6 +132,10 @@ class Denoiser(nn.Module):
         if balance and not isinstance(loss, Tensor):
             raise UserError(f"{type(self.causal_lm).__name__} has no load-balancing loss: set its weight to 0.")
         return Denoised(out.logits, loss if balance else None)
+
+    def _reach(self, positions: Tensor) -> Tensor:
+        """A canvas may reach past the last position that was learned."""
+        return positions if self.positions is None else positions.clamp(max=self.positions - 1)
 
 
 @dataclass
@@ -168,7 +182,8 @@ def add_token(causal_lm: PreTrainedModel) -> None:
 def check_config(denoiser: PreTrainedModel, config: TwoTowerConfig) -> None:
     """Raises UserError where config and denoiser do not fit."""
     rows = denoiser.get_input_embeddings().num_embeddings
-    if config.mask_token_id >= rows:
+    more = config.denoiser == LORA  # an adapter brings its mask's embedding along
+    if config.mask_token_id >= rows + more:
         raise UserError(f"mask_token_id {config.mask_token_id} is outside the model's vocabulary of {rows}.")
     window = getattr(denoiser.config.get_text_config(), "sliding_window", None)
     if window is not None and window < config.block_size:
@@ -206,7 +221,8 @@ def run_tower(
     )
 
 
-def _four_tokens(device: torch.device) -> Any:
+def four_tokens(device: torch.device) -> Any:
+    """A causal plan of one row of four tokens."""
     positions = torch.arange(4, device=device)
     plan = recording(torch.zeros_like(positions), positions)
     assert isinstance(plan.tokens, Tokens)

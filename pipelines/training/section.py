@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from actors.training.lora import LoraSettings
 from actors.training.offload import Offload
+from model.adapters import LoraSettings
 from pipelines.jobkit import NOT_IDENTITY, Section
 from pipelines.training.options import LoraSection, OffloadSection
 

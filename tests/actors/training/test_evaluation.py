@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from actors.engine.loop import Engine, EngineConfig
 from actors.engine.together import generate_all
-from actors.training.lora import LoraSettings
 from actors.training.rows import PackedRows
 from actors.training.samples import prompts_of
 from actors.training.settings import EvaluationSettings
+from model.adapters import LoraSettings
 from model.backbone import Backbone, load_backbone
 from model.config import DecodeConfig
 from model.corruption import IGNORED

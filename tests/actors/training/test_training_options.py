@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.training.consolidate import open_checkpoint
-from actors.training.lora import LoraSettings
 from actors.training.rows import PackedRows, RowFormat, RowOrder
 from actors.training.settings import TrainSettings
+from model.adapters import LoraSettings
 from model.backbone import load_backbone, make_block_diffusion
 from model.corruption import IGNORED
 from model.layout import RowBatch

@@ -107,10 +107,12 @@ def test_what_the_context_tower_does_is_the_base_models_bit_for_bit_whatever_the
     assert [write_blocks(towers, [one])[0].token_ids for one in REQUESTS] == [answer.token_ids for answer in blocks]
 
 
-def both_at_once(towers: TwoTower, *, writing: bool) -> tuple[Reader, list[Stretch], Tensor, Tensor]:
+def both_at_once(
+    towers: TwoTower, *, writing: bool, packed: bool = False
+) -> tuple[Reader, list[Stretch], Tensor, Tensor]:
     """Two rows, of which one reads four tokens and the other denoises four: in one forward.
 
-    writing: False runs both as the base model. Returns the reader, its rows, the canvas and the logits [2, S, V].
+    writing: False runs both as the base model. packed: as one row of eight tokens. Returns the reader, its rows, the canvas and the logits [2, S, V].
     """
     reader = Reader(towers, tokens=32, rows=2)
     rows = [Stretch(), Stretch()]
@@ -128,11 +130,13 @@ def both_at_once(towers: TwoTower, *, writing: bool) -> tuple[Reader, list[Stret
     plan = Capping(DecodePlan(reader.cache, pieces, torch.from_numpy(np.concatenate(where))), reader.storage)
     positions = torch.tensor([[row.length] for row in rows]) + torch.arange(BLOCK)
     ids, keep = torch.cat((torch.tensor([[10, MASK, 12, 13]]), canvas)), torch.ones(2, BLOCK, dtype=torch.bool)
+    noisy, index = torch.tensor([[False] * BLOCK, [True] * BLOCK]), torch.ones(2, BLOCK, dtype=torch.long)
+    if packed:
+        ids, positions, keep, noisy, index = (x.view(1, 2 * BLOCK) for x in (ids, positions, keep, noisy, index))
     cache = towers.context.cache(join_states([row.states for row in rows]), BLOCK)
     if not writing:
         logits = towers.context.read(ids, positions, plan, cache, keep)
     else:
-        noisy, index = torch.tensor([[False] * BLOCK, [True] * BLOCK]), torch.ones(2, BLOCK, dtype=torch.long)
         times = torch.tensor([0.1, 0.5])
         logits = shared(towers).mixed(ids, positions, noisy, times, index, plan, cache, keep)
     return reader, rows, canvas, logits.view(2, BLOCK, -1)
@@ -140,13 +144,15 @@ def both_at_once(towers: TwoTower, *, writing: bool) -> tuple[Reader, list[Stret
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_forward_runs_clean_tokens_as_the_base_model_and_noisy_ones_as_the_denoiser(kind: str) -> None:
+    """A row each, or both in one row where no layer carries a state from token to token."""
     towers = lora_towers(kind)
-    *_, base = both_at_once(towers, writing=False)
-    reader, rows, canvas, mixed = both_at_once(towers, writing=True)
-    assert torch.equal(mixed[0], base[0])
-    assert (mixed[1] != base[1]).any(-1).all()
-    alone = reader.denoise([rows[1]], canvas, torch.tensor([0.5]))
-    assert relative_error(mixed[1], alone[0]) < EXACT
+    for packed in (False,) if towers.context.recurrent else (False, True):
+        *_, base = both_at_once(towers, writing=False, packed=packed)
+        reader, rows, canvas, mixed = both_at_once(towers, writing=True, packed=packed)
+        assert torch.equal(mixed[0], base[0])
+        assert (mixed[1] != base[1]).any(-1).all()
+        alone = reader.denoise([rows[1]], canvas, torch.tensor([0.5]))
+        assert relative_error(mixed[1], alone[0]) < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,7 +112,8 @@ def both_at_once(
 ) -> tuple[Reader, list[Stretch], Tensor, Tensor]:
     """Two rows, of which one reads four tokens and the other denoises four: in one forward.
 
-    writing: False runs both as the base model. packed: as one row of eight tokens. Returns the reader, its rows, the canvas and the logits [2, S, V].
+    writing: False runs both as the base model. packed: as one row of eight tokens. Returns the
+    reader, its rows, the canvas and the logits [2, S, V].
     """
     reader = Reader(towers, tokens=32, rows=2)
     rows = [Stretch(), Stretch()]

@@ -17,8 +17,8 @@ from model.backbone import Backbone, load_backbone, load_tokenizer, read_config,
 from model.config import TWO_TOWER, BlockDiffusionConfig
 from model.errors import UserError
 from model.sources import fetch_model
-from model.two_tower.config import TwoTowerConfig
-from model.two_tower.folder import DENOISER, TIME, context_folder, is_two_tower, load_two_tower, read_two_tower_config
+from model.two_tower.config import LORA, TwoTowerConfig
+from model.two_tower.folder import DENOISER, context_folder, is_two_tower, load_two_tower, read_two_tower_config
 from model.two_tower.published import BLOCK_SIZE, MASK_TOKEN_ID, is_published
 from model.two_tower.writer import DenoiserWriter
 
@@ -99,10 +99,13 @@ def model_revision(folder: Path) -> str:
     config = read_two_tower_config(folder)
     digest = hashlib.blake2b(repr(config).encode(), digest_size=8)
     digest.update(revision_of(context_folder(folder, config)).encode())
-    if (folder / DENOISER).is_dir():
+    if config.denoiser == LORA:
+        for path in sorted((folder / DENOISER).glob("adapter_*")):  # its configuration and its weights
+            digest.update(path.read_bytes())
+    elif (folder / DENOISER).is_dir():
         digest.update(revision_of(folder / DENOISER).encode())
-    if (folder / TIME).is_file():
-        digest.update((folder / TIME).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):  # the time conditioning, and an adapter's mask
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from model.adapters import LoraSettings
 from model.attention import NAME
 from model.backbone import load_backbone
 from model.layout import RowBatch
@@ -133,11 +134,11 @@ def scatter(towers: TwoTower, seed: int = 7) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def build_tower_folder(folder: Path, block_size: int = 8) -> Path:
+def build_tower_folder(folder: Path, block_size: int = 8, lora: LoraSettings | None = None) -> Path:
     """A TwoTower folder of the tiny Llama with spread confidences, context tower included; the denoiser's time
-    conditioning does something, and its mask token is no token of the context tower."""
+    conditioning does something, and its mask token is no token of the context tower. lora: one copy of the weights."""
     base = build_tiny_model(folder.parent / f"{folder.name}_base", initializer_range=0.3)
-    model = make_two_tower(load_backbone(base), block_size=block_size)
+    model = make_two_tower(load_backbone(base), block_size=block_size, lora=lora)
     scatter(model.towers)
     save_two_tower(model, folder, context=True)
     return folder

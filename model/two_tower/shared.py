@@ -46,6 +46,10 @@ class SharedDenoiser(Denoiser):
     def _hold(self, causal_lm: PreTrainedModel) -> None:
         self.__dict__["causal_lm"] = causal_lm  # no submodule: it is the context tower's
 
+    @property
+    def vocab_size(self) -> int:
+        return max(self.rows, self.mask_token_id + 1)
+
     def train(self, mode: bool = True) -> SharedDenoiser:
         self.causal_lm.train(mode)  # where gradient checkpointing looks
         super().train(mode)

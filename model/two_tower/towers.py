@@ -103,6 +103,11 @@ class Denoiser(nn.Module):
     def device(self) -> torch.device:
         return self.causal_lm.device
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the logits know."""
+        return int(self.causal_lm.get_input_embeddings().num_embeddings)
+
     def forward(
         self,
         ids: Tensor,

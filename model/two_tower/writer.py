@@ -32,7 +32,7 @@ class DenoiserWriter:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._denoiser.causal_lm.get_input_embeddings().num_embeddings)
+        return self._denoiser.vocab_size
 
     def prepare(self, *, weights: str, kernels: bool) -> None:
         """The denoiser runs in PyTorch, its linear layers packed where the model's own would be."""

@@ -1,0 +1,63 @@
+"""A TwoTower folder with one copy of the weights in the engine: the plain loops' tokens, and the base model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine.loop import Engine, EngineConfig
+from actors.engine.together import generate_all
+from model.backbone import load_backbone
+from model.loading import load_model, model_revision
+from model.two_tower.adapter import default_settings
+from model.two_tower.folder import load_two_tower
+from tests.actors.engine.test_two_tower import plainly, requests
+from tests.towers import build_tower_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tower_folder(tmp_path_factory.mktemp("models") / "shared", lora=default_settings(4))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, tuple[int, ...]]:
+    towers = load_two_tower(folder)
+    return {request.id: plainly(towers, request) for request in requests()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"max_rows": 13}, {"max_rows": 13, "kernels": False}, {"max_rows": 6, "pages": 16, "prefill_tokens": 5}],
+    ids=str,
+)
+def test_every_mode_writes_what_the_plain_loops_write(
+    folder: Path, expected: dict[str, tuple[int, ...]], config: dict[str, Any]
+) -> None:
+    engine = Engine(load_model(folder), EngineConfig(max_length=96, **config))
+    results = {result.id: result.token_ids for result in generate_all(engine, requests())}
+    assert results == expected
+    assert engine.stats().pages_used == 0
+
+
+def test_ar_and_greedy_lossless_rows_write_what_the_base_model_writes(
+    folder: Path, expected: dict[str, tuple[int, ...]]
+) -> None:
+    base = Engine(load_backbone(folder.parent / "shared_base"), EngineConfig(max_length=96))
+    plain = [r for r in requests() if r.decode.mode == "ar"]
+    assert {result.id: result.token_ids for result in generate_all(base, plain)} == {
+        r.id: expected[r.id] for r in plain
+    }
+
+
+def test_a_changed_adapter_is_another_revision(folder: Path) -> None:
+    """Answers are found again by the revision, so it covers the adapter, the mask and the time conditioning."""
+    before = model_revision(folder)
+    for path in (folder / "denoiser" / "adapter_model.safetensors", *folder.glob("*.safetensors")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert model_revision(folder) != before
+        path.write_bytes(whole)
+    assert model_revision(folder) == before

@@ -167,7 +167,14 @@ class Renderer:
         if form is None:
             return None
         filled = form.fill([message["content"] for message in chat.messages])
-        return [filled] if filled.text == self.text(chat.messages) else None
+        return [filled] if filled.text == self._turns(chat.messages) else None
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        """What `text` gives for messages of a role and a content each, by a shorter way through transformers."""
+        texts, _ = render_jinja_template(
+            [list(messages)], chat_template=self._template, **self.tokenizer.special_tokens_map
+        )
+        return str(texts[0])
 
     def _form(self, roles: tuple[str, ...]) -> Form | None:
         contents = [_probe(index) for index in range(len(roles))]

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from model.chat_template import ensure_chat_template
 from pipelines.chats.records import Document, Rejected
 from pipelines.chats.render import Rendered, Renderer
+from pipelines.chats.token_bytes import TokenBytes, token_places
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.plain = ensure_chat_template(tokenizer)
         self._render = Renderer(tokenizer)
+        self._bytes = TokenBytes.of(tokenizer)
 
     def encode(self, documents: Sequence[Document]) -> list[list[Encoded] | Rejected]:
         """For each document its encoded form (several for a chat that had to be unrolled), or why it is rejected."""
@@ -60,11 +62,16 @@ class ChatEncoder:
         return found
 
     def _tokenize(self, texts: list[str]) -> list[Any]:
-        """One backend encoding (ids and character offsets) a text."""
+        """One array of ids a text where bytes tell where its tokens begin, else a backend encoding with offsets."""
         if not texts:
             return []
+        if self._bytes is not None:
+            return self._bytes.encode(texts)
         if not self.tokenizer.is_fast:
             return [None] * len(texts)
+        return self._with_offsets(texts)
+
+    def _with_offsets(self, texts: list[str]) -> list[Any]:
         encodings: list[Any] = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         ).encodings
@@ -72,6 +79,12 @@ class ChatEncoder:
 
     def _align(self, rendered: Rendered, encoding: Any) -> Encoded:
         edges = sorted({0, len(rendered.text), *rendered.cuts, *(edge for span in rendered.spans for edge in span)})
+        if self._bytes is not None:
+            ends = self._bytes.ends(encoding, rendered.text)
+            if ends is not None:
+                found = token_places(ends, rendered.text, edges)
+                return self._apart(rendered, edges) if found is None else _encoded(rendered, encoding, found)
+            encoding = self._with_offsets([rendered.text])[0]
         places = None if encoding is None else _token_edges(encoding, edges, len(rendered.text))
         if encoding is not None and places is not None:
             return _encoded(rendered, np.array(encoding.ids, dtype=np.int32), places)

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from model.backbone import load_tokenizer
 from model.errors import JobError
@@ -45,8 +46,7 @@ class Outcome:
 
 def measure_core(config: PrepareBenchConfig, setting: Setting) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Lines of the table and ratios, a file at a time."""
-    import_datasets()  # before the clock runs, as the encoder
-    encoder_of(str(setting.tokenizer))
+    import_datasets()  # before the clock runs
     table: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for name, file in setting.files.items():
@@ -61,19 +61,28 @@ def _measure(config: PrepareBenchConfig, setting: Setting, name: str, file: Path
     cpu = Times({OURS: [], REFERENCE: []})
     outcomes: dict[str, Outcome] = {}
 
-    def counted(form: str, call: Callable[[Path], Outcome]) -> Callable[[], None]:
+    def ours(folder: Path) -> Callable[[], Outcome]:
+        encoder_of.cache_clear()
+        encoder_of(str(setting.tokenizer))
+        return lambda: prepare_here(setting, file, folder)
+
+    def reference(folder: Path) -> Callable[[], Outcome]:
+        tokenizer = load_tokenizer(setting.tokenizer)
+        return lambda: _by_map(setting, file, folder, tokenizer)
+
+    def counted(form: str, made: Callable[[Path], Callable[[], Outcome]]) -> Callable[[], None]:
+        """A round of a form, with a tokenizer that was loaded before the clock runs and has seen nothing."""
+
         def once() -> None:
             with TemporaryDirectory(prefix="blockcast-") as folder:
+                call = made(Path(folder))
                 before = time.process_time()
-                outcomes[form] = call(Path(folder))
+                outcomes[form] = call()
                 cpu.seconds[form].append(time.process_time() - before)
 
         return once
 
-    forms = {
-        OURS: counted(OURS, lambda folder: prepare_here(setting, file, folder)),
-        REFERENCE: counted(REFERENCE, lambda folder: _by_map(setting, file, folder)),
-    }
+    forms = {OURS: counted(OURS, ours), REFERENCE: counted(REFERENCE, reference)}
     take_turns(forms, config.rounds, warm_up=0, title=f"prepare: {name}")
     return cpu, outcomes
 
@@ -101,8 +110,8 @@ def _ours(lengths: Lengths, members: np.ndarray, plan: Plan, setting: Setting) -
     return Outcome(*(figures[name] for name in names))
 
 
-def _by_map(setting: Setting, file: Path, folder: Path) -> Outcome:
-    grouped: Grouped = prepare_by_map(file, folder, load_tokenizer(setting.tokenizer), setting.form)
+def _by_map(setting: Setting, file: Path, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Outcome:
+    grouped: Grouped = prepare_by_map(file, folder, tokenizer, setting.form)
     return Outcome(grouped.tokens, grouped.supervised, grouped.rows)
 
 

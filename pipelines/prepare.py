@@ -66,7 +66,7 @@ from pipelines.jobkit import (
     hash_inputs,
     main,
 )
-from pipelines.tasks import SPLITS, generate
+from pipelines.tasks import SPLITS, generate, kinds_named
 
 DOCUMENTS = ".documents"  # tokenized documents, between the two stages
 FOLDERS = {"train": "", "held_out": "held_out/"}
@@ -78,6 +78,7 @@ class TasksConfig(Section):
     count: int = Field(2000, ge=1, description="generated tasks to train on")
     held_out: int = Field(200, ge=0, description="generated tasks that are kept out of training; none is in both")
     seed: int = Field(0, ge=0, description="seed that chooses the tasks and their order")
+    kinds: tuple[str, ...] = Field((), description="kinds of tasks, such as json_person; none: all of them")
 
 
 class MixtureConfig(Section):
@@ -226,7 +227,7 @@ def _write_tasks(config: TasksConfig, output: OutputFolder) -> list[Source]:
         if counts[split] == 0:
             continue
         with output.stage(name) as path, path.open("w", encoding="utf-8") as file:
-            for task in generate(split, counts[split], config.seed):
+            for task in generate(split, counts[split], config.seed, kinds=kinds_named(config.kinds)):
                 file.write(json.dumps(task.chat(), ensure_ascii=False) + "\n")
         size = output.filesystem.size(output.place(name))
         sources.append(Source(InputFile(output.uri(name), size), 1.0 if split == "held_out" else 0.0))

@@ -7,7 +7,7 @@ temperature is 0, for contenders are compared greedily. `diffusion` is the conte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from model.config import DecodeConfig
 from model.decoding import GenerationRequest
 from model.errors import UserError
 from pipelines.prompt_files import prompt_ids, read_prompts
-from pipelines.tasks import Task, generate
+from pipelines.tasks import Task, generate, kinds_named
 
 OWN_KIND = "prompts"
 
@@ -36,9 +36,10 @@ class Question:
         return None if self.check is None else self.check(text)
 
 
-def task_questions(count: int, seed: int, max_tokens: int) -> list[Question]:
-    """`count` held-out tasks, the kinds taking turns."""
-    return [_task_question(task, max_tokens) for task in generate("held_out", count, seed)]
+def task_questions(count: int, seed: int, max_tokens: int, kinds: Sequence[str] = ()) -> list[Question]:
+    """`count` held-out tasks, the kinds (all, or those named) taking turns."""
+    tasks = generate("held_out", count, seed, kinds=kinds_named(kinds))
+    return [_task_question(task, max_tokens) for task in tasks]
 
 
 def _task_question(task: Task, max_tokens: int) -> Question:

@@ -13,7 +13,7 @@ seeds, and a longer sample starts with the shorter one.
         print(task.messages, task.check(answer_of_a_model(task.messages)))
 """
 
-from pipelines.tasks.generator import DRAWS, KINDS, SPLITS, generate
+from pipelines.tasks.generator import DRAWS, KINDS, SPLITS, generate, kinds_named
 from pipelines.tasks.task import Problem, Task
 
-__all__ = ["DRAWS", "KINDS", "SPLITS", "Problem", "Task", "generate"]
+__all__ = ["DRAWS", "KINDS", "SPLITS", "Problem", "Task", "generate", "kinds_named"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from model.config import nearest_key
 from model.errors import UserError
 from pipelines.tasks import check, dates, lists, problems, strings, structured
 from pipelines.tasks.task import Kind, Task, split_of
@@ -63,6 +64,14 @@ def generate(
     if not 1 <= count <= len(kinds) * draws:
         raise UserError(f"The count of generated tasks must be from 1 to {len(kinds) * draws}, not {count}.")
     return _take(split, count, seed, kinds, draws)
+
+
+def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
+    """The kinds of these names, in the registry's order; all of them without a name. Raises UserError for others."""
+    for name in names:
+        if name not in KINDS:
+            raise UserError(f"{name!r} is no kind of the generated tasks: {nearest_key(name, KINDS)}")
+    return tuple(kind for kind in KINDS.values() if not names or kind.name in names)
 
 
 def _take(split: str, count: int, seed: int, kinds: Sequence[Kind], draws: int) -> Iterator[Task]:

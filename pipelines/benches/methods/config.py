@@ -21,6 +21,7 @@ class MethodsBenchConfig(BenchConfig):
     two_tower: str | None = Field(None, description="TwoTower model whose denoiser is a full clone")
     two_tower_lora: str | None = Field(None, description="TwoTower model whose denoiser is a low-rank adapter")
     tasks: int = Field(124, ge=1, description="held-out tasks, the kinds taking turns")
+    kinds: tuple[str, ...] = Field((), description="kinds of tasks, such as json_person; none: all of them")
     max_tokens: int = Field(96, ge=1, description="longest answer in tokens")
     max_rows: int = Field(1, ge=1, description="requests decoded together: 1 is one person waiting")
     thresholds: tuple[float, ...] = Field(

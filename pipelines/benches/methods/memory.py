@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,8 +34,10 @@ class Memory:
     peak: int
 
 
-def memory_of(contender: Contender, settings: Settings, *, tasks: int, max_tokens: int) -> Memory:
-    """Measure a contender in a process of its own. Raises JobError where that fails."""
+def memory_of(
+    contender: Contender, settings: Settings, *, tasks: int, max_tokens: int, kinds: Sequence[str] = ()
+) -> Memory:
+    """Measure a contender in a process of its own, on so many tasks. Raises JobError where that fails."""
     told = {
         "label": contender.label,
         "role": contender.subject.role,
@@ -43,6 +46,7 @@ def memory_of(contender: Contender, settings: Settings, *, tasks: int, max_token
         "settings": asdict(settings),
         "tasks": tasks,
         "max_tokens": max_tokens,
+        "kinds": list(kinds),
     }
     done = subprocess.run(
         [sys.executable, "-m", "pipelines.benches.methods.memory", json.dumps(told)],
@@ -62,7 +66,7 @@ def memory_of(contender: Contender, settings: Settings, *, tasks: int, max_token
 def main(told: dict[str, Any]) -> None:
     """Measure what is told, print one line of JSON."""
     settings, decode = Settings(**told["settings"]), DecodeConfig(**told["decode"])
-    questions = task_questions(told["tasks"], settings.seed, told["max_tokens"])
+    questions = task_questions(told["tasks"], settings.seed, told["max_tokens"], told["kinds"])
     contender = Contender(told["label"], subject_of(told["role"], told["source"], decode.mode), decode)
     before = resident_bytes()
     player = make_players([contender], questions, settings)[contender.label]

@@ -48,7 +48,7 @@ def run_methods(config: MethodsBenchConfig) -> Result:
     subjects = find_models(config)
     contenders = [one for subject in subjects for one in contenders_of(subject, config)]
     settings = Settings(config.dtype, device_name(), config.max_rows, config.seed, config.weights)
-    questions = task_questions(config.tasks, config.seed, config.max_tokens) * config.rounds
+    questions = task_questions(config.tasks, config.seed, config.max_tokens, config.kinds) * config.rounds
     with tempfile.TemporaryDirectory(prefix="blockcast-bench-") as scratch:
         journal = Journal(Path(scratch) / "measured.jsonl")
         measure(contenders, questions, settings, journal)
@@ -106,7 +106,8 @@ def _figures(contender: Contender, turns: Turns) -> Figures:
 
 
 def _memory(contender: Contender, settings: Settings, config: MethodsBenchConfig) -> Memory:
-    return memory_of(contender, settings, tasks=min(MEMORY_TASKS, config.tasks), max_tokens=config.max_tokens)
+    tasks = min(MEMORY_TASKS, config.tasks)
+    return memory_of(contender, settings, tasks=tasks, max_tokens=config.max_tokens, kinds=config.kinds)
 
 
 def _line(
@@ -189,7 +190,8 @@ def _ratios(
 def _note(config: MethodsBenchConfig) -> str:
     times = "" if config.rounds == 1 else f", {config.rounds} times"
     quantised = "" if config.weights == "model" else f", {config.weights} weights"
+    kinds = f" ({', '.join(config.kinds)})" if config.kinds else ""
     return (
-        f"{config.tasks} held-out tasks{times}, answers of at most {config.max_tokens} tokens, greedy, "
+        f"{config.tasks} held-out tasks{kinds}{times}, answers of at most {config.max_tokens} tokens, greedy, "
         f"{config.max_rows} at a time{quantised}; a number behind blocks is Fast-dLLM v2's threshold, TwoTower's gamma."
     )

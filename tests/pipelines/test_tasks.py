@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import UserError
-from pipelines.tasks import DRAWS, KINDS, Task, generate
+from pipelines.tasks import DRAWS, KINDS, Task, generate, kinds_named
 from pipelines.tasks import check as checkers
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -187,3 +187,12 @@ def test_no_word_of_the_vocabulary_is_empty_or_double():
 def test_a_kind_is_found_by_its_name():
     assert all(kind.name == name for name, kind in KINDS.items())
     assert all(task.family is KINDS[task.kind] for task in islice(generate("train", 31, seed=0), 31))
+
+
+def test_kinds_are_chosen_by_name_in_the_registrys_order() -> None:
+    chosen = kinds_named(["json_trip", "word_add"])
+    assert [kind.name for kind in chosen] == ["word_add", "json_trip"]
+    assert {task.kind for task in generate("train", 6, 0, kinds=chosen)} == {"word_add", "json_trip"}
+    assert kinds_named(()) == tuple(KINDS.values())
+    with pytest.raises(UserError, match="'json_tripp' is no kind of the generated tasks: did you mean"):
+        kinds_named(["json_tripp"])

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from model.adapters import adapter_block_diffusion, adapter_revision, merge_adapter
+from model.checksums import note_weights
 from model.config import CONFIG_KEY, BlockDiffusionConfig, default_sub_block
 from model.errors import UserError
 from model.published import PUBLISHED_MASK, base_config, is_published, published_adaptation
@@ -264,9 +265,10 @@ def make_block_diffusion(backbone: Backbone, *, block_size: int, trained_context
 
 
 def save_backbone(backbone: Backbone, folder: Path) -> None:
-    """Write a Hugging Face folder (safetensors, config, tokenizer). The folder must not exist or be empty."""
+    """Write a Hugging Face folder: safetensors, their checksums, config, tokenizer. It must not exist or be empty."""
     _note_adaptation(backbone)
     backbone.model.save_pretrained(folder)
+    note_weights(folder)
     backbone.tokenizer.save_pretrained(folder)
 
 

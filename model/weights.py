@@ -17,16 +17,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from model.attention import NAME as ATTENTION
+from model.checksums import check_weights
 from model.errors import UserError
 from model.sources import first_line
 
 
 def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The network of a folder. Raises UserError where there are no safetensors, or not those that config describes."""
+    """The network of a folder. Raises UserError where there are no safetensors, not those that config describes, or not
+    those that were written."""
     if not list(folder.glob("*.safetensors")):
         other = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf"))]
         found = f" (only {other[0]})" if other else ""
         raise UserError(f"{folder} holds no safetensors weights{found}: convert the model with save_pretrained first.")
+    check_weights(folder)
     try:
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(

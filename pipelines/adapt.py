@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fsspec.core import url_to_fs
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from actors.training.checkpoints import CheckpointStore, Identity
 from actors.training.rows import PackedRows, holds_rows
@@ -54,7 +54,7 @@ from pipelines.jobkit import (
     main,
 )
 from pipelines.jobkit.identity import flat, hash_of, identity_of
-from pipelines.prepare import PrepareConfig, TasksConfig
+from pipelines.prepare import MixtureConfig, PrepareConfig, TasksConfig, check_shares
 from pipelines.training.curve import draw_curves
 from pipelines.training.evaluating import evaluation_settings
 from pipelines.training.launch import train
@@ -104,11 +104,17 @@ class AdaptConfig(JobConfig):
     )
     assessment: AssessSection = AssessSection()
     read: ReadConfig = ReadConfig()
+    mixture: MixtureConfig = MixtureConfig()
     pack: PackConfig = PackConfig(block_size=16, context_length=256)
     tasks: TasksConfig = TasksConfig()
     train: TrainSection = TrainSection()
     two_tower: TwoTowerSection | None = None
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _a_weight_a_source(self) -> AdaptConfig:
+        check_shares(self.mixture, self.data)
+        return self
 
 
 def run(config: AdaptConfig) -> dict[str, Any]:
@@ -162,6 +168,8 @@ def _inputs(config: AdaptConfig, base: str) -> dict[str, str]:
     check_length(packed.format.context_length, context_length_of(described), base)
     if config.held_out:
         raise UserError(f"{config.data[0]} is packed already: leave --held_out out, or give the chats.")
+    if config.mixture.weights:
+        raise UserError(f"{config.data[0]} is packed already: leave --mixture.weights out, or give the chats.")
     return inputs | hash_inputs(packed.inputs)
 
 
@@ -231,6 +239,7 @@ def _prepared(config: AdaptConfig, base: str, output: OutputFolder) -> str:
             seed=config.seed,
             held_out=config.held_out,
             read=config.read,
+            mixture=config.mixture,
             pack=config.pack,
             tasks=config.tasks,
             cluster=config.cluster,

@@ -119,10 +119,15 @@ class PrepareConfig(JobConfig):
 
     @model_validator(mode="after")
     def _a_weight_a_source(self) -> PrepareConfig:
-        weights, words = len(self.mixture.weights), len(self.data)
-        if weights not in (0, words):
-            raise ValueError(f"mixture.weights has {weights} numbers, --data has {words} words: give one weight each")
+        check_shares(self.mixture, self.data)
         return self
+
+
+def check_shares(mixture: MixtureConfig, data: Sequence[str]) -> None:
+    """Raises ValueError unless the words of --data have a weight each, or none has."""
+    weights, words = len(mixture.weights), len(data)
+    if weights not in (0, words):
+        raise ValueError(f"mixture.weights has {weights} numbers, --data has {words} words: give one weight each")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from actors.training.watchdog import Beat, Hang, Heard, find_hang
 
 @dataclass(frozen=True)
 class News:
-    """What the driver sees: the newest step's record and the phase that the workers are in."""
+    """What the driver sees: the newest step's record, the phase that the workers are in, further warnings."""
 
     phase: str
     record: dict[str, Any] | None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Board:
         self._moved_at: dict[int, float] = {}
         self._phase = "starting"
         self._record: dict[str, Any] | None = None
+        self._warnings: list[str] = []
         self._failure: Failure | None = None
         self._stop = False
 
@@ -50,6 +52,10 @@ class Board:
     def enter(self, phase: str) -> None:
         """Rank 0 says what it is doing."""
         self._phase = phase
+
+    def warn(self, message: str) -> None:
+        """Any rank says what went wrong without ending the run."""
+        self._warnings.append(message)
 
     def publish(self, record: dict[str, Any]) -> None:
         """Rank 0 says that a step is done."""
@@ -62,8 +68,9 @@ class Board:
     def failure(self) -> Failure | None:
         return self._failure
 
-    def news(self) -> News:
-        return News(self._phase, self._record)
+    def news(self, told: int = 0) -> News:
+        """told: warnings that the driver has had already."""
+        return News(self._phase, self._record, tuple(self._warnings[told:]))
 
     def request_stop(self) -> None:
         self._stop = True

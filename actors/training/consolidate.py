@@ -21,8 +21,9 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore
+from actors.training.checkpoints import COMMIT, FOLDER, CheckpointStore, noted
 from actors.training.shards import TAG
+from model.checksums import differing
 from model.errors import UserError
 from model.sources import first_line
 
@@ -54,7 +55,16 @@ class OpenCheckpoint:
         return found
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by its name in the network; of a run that trains a low-rank adapter, with it merged in."""
+        """Every weight by its name in the network; of a run that trains a low-rank adapter, with it merged in.
+
+        Raises UserError where a file is not what was written.
+        """
+        checksums = noted(self.folder)
+        for name in differing(checksums, self.folder, checksums):
+            raise UserError(
+                f"{self.folder} is damaged: {name} is not what was written (its checksum is another): take another "
+                "checkpoint."
+            )
         told = self.folder / DESCRIPTION / LORA
         read = torch.float32 if told.is_file() else dtype
         weights = {name.removeprefix(WRAPPED): tensor for name, tensor in read_weights(self.folder, read)}
@@ -79,12 +89,15 @@ def open_checkpoint(source: str) -> Iterator[OpenCheckpoint]:
     if not output:
         raise UserError(f"{source} is a checkpoint outside its run: give it as <output>/{FOLDER}/step_N.")
     store = CheckpointStore(output, keep=1)
+    for damage in store.damaged():
+        if damage.place.rpartition("/")[2] == name:
+            raise UserError(f"{damage} Take another checkpoint.")
     for commit in store.committed():
         if store.place(commit.step).rpartition("/")[2] == name:
             with store.opened(commit) as folder:
                 yield OpenCheckpoint(Path(folder), commit.step)
             return
-    raise UserError(f"{source} is not whole: a file that its {COMMIT} lists is missing or has another size.")
+    raise UserError(f"{source} is not whole: it has no {COMMIT}; take another checkpoint.")
 
 
 def describe_lora(folder: Path, *, rank: int, alpha: float) -> None:

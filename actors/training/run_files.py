@@ -27,7 +27,8 @@ class StepRecord:
     towers per masked one, of which there are scored_tokens.
 
     seconds: the step took, its evaluation not included; time: when it ended, seconds since 1970. loss_by_noise: the
-    mean loss at each noise level (see `actors.training.noise`). time_shares: where the seconds went, by phase, the mean
+    mean loss at each noise level (see `actors.training.noise`). ar_loss: the next-token part, unweighted, in nats
+    per supervised token, where it is a part of the loss. time_shares: where the seconds went, by phase, the mean
     over the workers (see `actors.training.clock`). mfu: share of the stated peak of the GPUs (see
     `actors.training.flops`). held_out_loss, held_out_bound, held_out_perplexity: of the step's evaluation (see
     `actors.training.evaluation`). skipped: the sample ids for whose sake the step changed nothing; it has neither loss
@@ -44,6 +45,7 @@ class StepRecord:
     seconds: float | None = None
     time: float | None = None
     loss_by_noise: list[float | None] | None = None
+    ar_loss: float | None = None
     time_shares: dict[str, float] | None = None
     mfu: float | None = None
     scored_tokens: int | None = None

@@ -24,6 +24,7 @@ SAMPLES = "samples.jsonl"
 EVENTS = "tensorboard"
 SCALARS = (
     "loss",
+    "ar_loss",
     "held_out_loss",
     "held_out_bound",
     "held_out_perplexity",

@@ -197,7 +197,9 @@ def deepspeed_settings(settings: TrainSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         zero["reduce_bucket_size"] = CPU_BUCKET
     if settings.workers == 1 and settings.zero_stage == 3 and settings.offload.parameters == "none":
-        zero |= {"stage3_param_persistence_threshold": NEVER_PARTITIONED, "stage3_prefetch_bucket_size": 0}
+        zero["stage3_param_persistence_threshold"] = NEVER_PARTITIONED
+        if settings.lora is None:  # with an adapter DeepSpeed 0.19.8 loses count of what it fetched after a resume
+            zero["stage3_prefetch_bucket_size"] = 0
     narrow = settings.zero_stage == 0 and settings.dtype == "bfloat16"
     return {
         "train_micro_batch_size_per_gpu": settings.micro_rows,

@@ -25,28 +25,40 @@ from actors.training.storage import PATIENT, Patience
 
 TAG = "zero"
 UNIVERSAL = "universal"
-STATE_BYTES = 12  # a parameter's float32 master copy and its two moments
-SLACK_BYTES = 1 << 20
+STATE_BYTES = 12  # a trained parameter's float32 master copy and its two moments
+SLACK_BYTES = 1 << 24  # the description; a tokenizer of 150,000 words takes 11 MB
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """What the shards of all ranks take on disk, about."""
-    return parameters * STATE_BYTES + SLACK_BYTES
+def checkpoint_bytes(trained: int, frozen: int, *, zero_stage: int, width: int) -> int:
+    """What the files of all ranks take on disk, about. trained, frozen: parameters; width: bytes of one in the run's
+    own format, in which frozen ones are kept, and trained ones too where they are not the master copy themselves."""
+    apart = trained if zero_stage in (1, 2) or (zero_stage == 0 and width < 4) else 0
+    return trained * STATE_BYTES + (frozen + apart) * width + SLACK_BYTES
 
 
-def save_shards(engine: Any, folder: str, patient: Patience = PATIENT) -> None:
-    """Write this rank's shards into `folder`. Every rank calls it; a file that cannot be written is tried again."""
-    with _patient_writer(engine.checkpoint_engine, patient):
+def save_shards(engine: Any, folder: str, patient: Patience = PATIENT) -> list[str]:
+    """Write this rank's shards into `folder`; their names in it. Every rank calls it; a file that cannot be written is
+    tried again."""
+    with _patient_writer(engine.checkpoint_engine, patient) as written:
         engine.save_checkpoint(folder, tag=TAG, save_latest=False)
+    return [Path(path).relative_to(folder).as_posix() for path in written]
 
 
 @contextlib.contextmanager
-def _patient_writer(writer: Any, patient: Patience) -> Iterator[None]:
-    """DeepSpeed's ranks wait for each other around their writing, so one file is tried again, not the whole save."""
+def _patient_writer(writer: Any, patient: Patience) -> Iterator[list[str]]:
+    """DeepSpeed's ranks wait for each other around their writing, so one file is tried again, not the whole save.
+
+    Yields the paths of what is written, as it is."""
     once: Callable[..., None] = writer.save
-    writer.save = lambda state_dict, path: patient(lambda: once(state_dict, path), f"writing {path}")
+    written: list[str] = []
+
+    def save(state_dict: Any, path: str) -> None:
+        patient(lambda: once(state_dict, path), f"writing {path}")
+        written.append(path)
+
+    writer.save = save
     try:
-        yield
+        yield written
     finally:
         del writer.save
 
@@ -54,10 +66,16 @@ def _patient_writer(writer: Any, patient: Patience) -> Iterator[None]:
 def load_shards(engine: Any, store: CheckpointStore, commit: Commit, ranks: Ranks, token: str) -> None:
     """Give the engine the state of a checkpoint, whatever number of workers wrote it. Every rank calls it.
 
-    token: names the run, for a folder that the ranks of a node share.
+    token: names the run, for a folder that the ranks of a node share. Raises Damaged on all of them, before the engine
+    is touched, where a file is not what was written.
     """
     if commit.workers == ranks.world or engine.zero_optimization_stage() == 0:  # 0: nothing is shared out
-        with store.opened(commit, lambda name: _is_read_by(name, ranks.rank)) as folder:
+
+        def mine(name: str) -> bool:
+            return _is_read_by(name, ranks.rank)
+
+        with store.opened(commit, mine) as folder:
+            store.check(folder, commit, mine, ranks)
             _load(engine, folder, TAG)
             ranks.barrier()
         return
@@ -88,9 +106,10 @@ def _universal(store: CheckpointStore, commit: Commit, ranks: Ranks, token: str)
     else:
         place = Path(tempfile.gettempdir(), f"blockcast-{token}-step_{commit.step}")
     builds = ranks.first if store.local else ranks.local_rank == 0
-    if builds:
-        shutil.rmtree(place, ignore_errors=True)
-        with store.opened(commit) as folder:
+    with store.opened(commit, lambda name: builds) as folder:
+        store.check(folder, commit, lambda name: builds, ranks)
+        if builds:
+            shutil.rmtree(place, ignore_errors=True)
             to_universal(Path(folder, TAG), place / UNIVERSAL)
     ranks.barrier()
     try:

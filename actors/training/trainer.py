@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from actors.training.board import Failure
-from actors.training.checkpoints import CheckpointStore, Commit
+from actors.training.checkpoints import CheckpointStore, Commit, Damaged
 from actors.training.consolidate import DESCRIPTION
 from actors.training.evaluation import Evaluation, Figures
 from actors.training.measures import Measures
@@ -45,6 +45,7 @@ from actors.training.two_tower import TwoTowers
 from actors.training.update import finish_step
 from actors.training.watchdog import Beat, Heart
 from actors.training.zero import start_engine
+from model.backbone import DTYPES
 from model.errors import JobError, UserError
 from model.sources import fetch_model
 
@@ -63,8 +64,8 @@ class Link:
             self._board.enter.remote(phase)
 
     def warn(self, message: str) -> None:
-        """Any rank says what went wrong and is tried again."""
-        self._board.enter.remote(message)
+        """Any rank says what went wrong without ending the run."""
+        self._board.warn.remote(message)
 
     def publish(self, record: StepRecord) -> None:
         if self._first:
@@ -125,7 +126,7 @@ class Trainer:
         self.batches = MicroBatches(settings, self.rows, self.method, ranks)
         self.evaluation = Evaluation(settings, self.rows.format, self.method, ranks)
         self.measures.count(self.method.flops())
-        self.parameters = sum(p.numel() for p in self.method.module.parameters())
+        self.checkpoint_bytes = self._checkpoint_bytes()
         link.enter("starting DeepSpeed")
         self.engine = start_engine(self.method.module, settings)
         self.device = self.engine.device
@@ -174,15 +175,31 @@ class Trainer:
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; the number of steps it stands for."""
-        commit = self.store.newest(self.settings.identity)
-        done = commit.step if commit else 0
+        self.store.newest(self.settings.identity)  # refuses what nothing may be cleared away for
         if self.ranks.first:
             self.store.clear_partial()
+        self.ranks.barrier()
+        done = self._load_newest()
+        if self.ranks.first:
             self.log.cut(done)
-        if commit:
-            self._load_checkpoint(commit)
         self.ranks.barrier()
         return done
+
+    def _load_newest(self) -> int:
+        """Damaged ones are left out, as long as there are others."""
+        while (commit := self.store.newest(self.settings.identity)) is not None:
+            try:
+                self._load_checkpoint(commit)
+                return commit.step
+            except Damaged as damage:
+                if len(self.store.committed()) == 1:
+                    raise self.store.hopeless(damage) from None
+                self.ranks.barrier()
+                if self.ranks.first:
+                    self.link.warn(f"{damage} The run goes on from the checkpoint before.")
+                    self.store.discard(commit.step)
+                self.ranks.barrier()
+        return 0
 
     def _load_checkpoint(self, commit: Commit) -> None:
         self.link.enter(f"loading the checkpoint of step {commit.step}")
@@ -224,13 +241,12 @@ class Trainer:
             with measures.phase("optimizer"):
                 norm = finish_step(self.engine) if last else self.engine.step()
         skipped = self.non_finite.judge(step, mean, norm, micro)
-        if skipped is not None:
-            self.link.enter(f"step {step + 1} is left out: its loss or gradient is not finite (samples {skipped})")
-            self.link.enter("training")
+        if skipped is not None and self.ranks.first:
+            self.link.warn(f"step {step + 1} is left out: its loss or gradient is not finite (samples {skipped})")
         seconds = time.perf_counter() - begun
-        figures = measures.end(self.ranks, [one.batch for one in micro], seconds)
+        figures = measures.end(self.ranks, [one.batch for one in micro], seconds, totals.scored_tokens)
         if skipped is not None:
-            figures["loss_by_noise"] = None
+            figures |= {"loss_by_noise": None, "ar_loss": None}
         return StepRecord(
             step=step + 1,
             loss=mean if skipped is None else None,
@@ -249,7 +265,7 @@ class Trainer:
     def _observe(self, batch: Batch, losses: Tensor) -> None:
         """Shown every forward's losses, [N]."""
         self.non_finite.observe(batch, losses)
-        self.measures.noise.add(batch, losses)
+        self.measures.observe(batch, losses)
 
     def _told(self, record: StepRecord) -> None:
         """A step is done: evaluate where that is due, write the line, say so."""
@@ -290,15 +306,26 @@ class Trainer:
             self.settings.identity,
             self.ranks,
             self._write_state,
-            checkpoint_bytes(self.parameters),
+            self.checkpoint_bytes,
         )
         self.link.enter("training")
 
-    def _write_state(self, folder: str) -> None:
+    def _write_state(self, folder: str) -> list[str]:
         """This rank's shards and, once, what network they are of: a checkpoint can be exported without its run."""
-        save_shards(self.engine, folder, self.store.patient)
+        names = save_shards(self.engine, folder, self.store.patient)
         if self.ranks.first:
-            self.method.describe(Path(folder, DESCRIPTION))
+            described = Path(folder, DESCRIPTION)
+            self.method.describe(described)
+            names += [path.relative_to(folder).as_posix() for path in described.rglob("*") if path.is_file()]
+        return names
+
+    def _checkpoint_bytes(self) -> int:
+        """Called before parameters are shared out."""
+        counts = {True: 0, False: 0}
+        for parameter in self.method.module.parameters():
+            counts[parameter.requires_grad] += parameter.numel()
+        stage, width = self.settings.zero_stage, DTYPES[self.settings.dtype].itemsize
+        return checkpoint_bytes(counts[True], counts[False], zero_stage=stage, width=width)
 
     def _finish(self) -> None:
         self.link.enter("writing the model")

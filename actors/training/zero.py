@@ -11,6 +11,8 @@ import contextlib
 import fcntl
 import logging
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 
 from actors.training.ranks import Ranks
 from actors.training.settings import TrainSettings, deepspeed_settings, frozen_settings
-from model.sources import cache_folder
+from model.errors import JobError
+from model.sources import cache_folder, first_line
 
 EXTENSION = "deepspeed_shm_comm"
+NO_COMPILER = (RuntimeError, ImportError, OSError, AssertionError, subprocess.SubprocessError)  # as torch tells of it
 
 
 def start_engine(module: nn.Module, settings: TrainSettings) -> Any:
@@ -63,9 +67,14 @@ def _optimizer(module: nn.Module, settings: TrainSettings) -> torch.optim.Optimi
     told: dict[str, Any] = {"lr": 0.0, "betas": (0.9, settings.beta2)}  # every step sets its own rate
     if settings.offload.optimizer == "none":
         return torch.optim.AdamW(groups, fused=True, **told)
+    return optimizer_for_cpus(groups, told)
+
+
+def optimizer_for_cpus(groups: list[dict[str, Any]], told: dict[str, Any]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW for state that lies in the machine's memory. Raises JobError where it cannot be compiled."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    with _alone("cpu_adam"):
+    with _alone("cpu_adam", "--train.offload.optimizer"):
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **told)
     return optimizer
 
@@ -83,10 +92,11 @@ def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _alone(extension: str) -> Iterator[None]:
+def _alone(extension: str, user: str) -> Iterator[None]:
     """Compile an extension of DeepSpeed in here: one process of a machine at a time.
 
     Whoever holds our file lock is the only builder, so torch's own lock file, if it is there, was left by the dead.
+    user: what needs the extension. Raises JobError where it cannot be compiled.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder() / "torch_extensions")))
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,12 +104,19 @@ def _alone(extension: str) -> Iterator[None]:
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / extension / "lock").unlink(missing_ok=True)
-        yield
+        try:
+            yield
+        except NO_COMPILER as error:
+            raise JobError(
+                f"DeepSpeed's {extension} could not be compiled on {platform.node()} ({first_line(error)}): {user} "
+                "needs a C++ compiler on every node, and beside GPUs the CUDA toolkit."
+            ) from error
 
 
 def build_extension() -> None:
-    """Compile and load the extension that workers of one machine talk through on CPUs."""
-    with _alone(EXTENSION):
+    """Compile and load the extension that workers of one machine talk through on CPUs. Raises JobError where it cannot
+    be compiled."""
+    with _alone(EXTENSION, "training on CPUs"):
         from deepspeed.accelerator import get_accelerator
 
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")

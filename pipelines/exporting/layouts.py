@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from model.backbone import Backbone, save_description
+from model.checksums import note_weights
 from model.published import check_publishable, published_values
 
 TRANSFORMERS, PUBLISHED = "transformers", "fast_dllm_v2"
@@ -31,8 +32,10 @@ def check_layout(layout: str, backbone: Backbone) -> None:
 
 
 def write_layout(layout: str, backbone: Backbone, described: Path, folder: Path, shard_bytes: int) -> None:
-    """Weights, config and tokenizer into an empty folder. described: where the tokenizer's files are copied from."""
+    """Weights, their checksums, config and tokenizer into an empty folder. described: where the tokenizer's files are
+    copied from."""
     backbone.model.save_pretrained(folder, max_shard_size=shard_bytes)
+    note_weights(folder)
     save_description(backbone, folder)
     for name in (*TOKENIZER_FILES, *LICENSE_FILES):
         if (described / name).is_file():

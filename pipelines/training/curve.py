@@ -42,6 +42,9 @@ def _draw_loss(axis: Axes, records: Lines) -> None:
     steps, losses = series(records, "loss")
     axis.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
     axis.plot(steps, running_mean(losses), color="tab:blue", linewidth=2, label="running mean")
+    steps, causal = series(records, "ar_loss")
+    if len(causal):
+        axis.plot(steps, running_mean(causal), color="tab:purple", linewidth=2, label="next-token part, running mean")
     steps, held_out = series(records, "held_out_loss")
     if len(held_out):
         axis.plot(steps, held_out, color="tab:red", marker="o", markersize=4, label="held-out rows")

@@ -48,7 +48,12 @@ def train(settings: TrainSettings, placement: Placement, output: OutputFolder, m
     def newest() -> int:
         return max((commit.step for commit in store.committed()), default=0)
 
-    persist(lambda: _attempt(settings, placement, output, already=newest()), newest, max_failures)
+    def attempt() -> Exception | None:
+        for damage in store.damaged():
+            print(f"adapt: {damage} It is left out.", file=sys.stderr, flush=True)
+        return _attempt(settings, placement, output, already=newest())
+
+    persist(attempt, newest, max_failures)
 
 
 def persist(attempt: Callable[[], Exception | None], newest: Callable[[], int], max_failures: int) -> None:
@@ -181,25 +186,44 @@ def _scratch(output: str) -> Iterator[None]:
 # Watching -------------------------------------------------------------------------------------------------------------
 
 
+class Narrator:
+    """Says on standard error what the workers do, each thing once."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self.warnings = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether steps are under way."""
+        return self._phase == "training"
+
+    def tell(self, news: News) -> None:
+        for warning in news.warnings:
+            self._say(warning)
+        self.warnings += len(news.warnings)
+        if news.phase not in (self._phase, "training", "done"):
+            self._say(news.phase)
+        self._phase = news.phase
+
+    def _say(self, text: str) -> None:
+        print(f"adapt: {text}", file=sys.stderr, flush=True)
+
+
 def _follow(fit: Fit, board: Any, watch: Watch, steps: int, already: int) -> None:
-    """Show phases and steps until the fit has ended."""
-    phase = ""
-    while not fit.ended.is_set() and phase != "training":
-        phase = _show_phase(phase, ray.get(board.news.remote()))
+    """Show phases, warnings and steps until the fit has ended."""
+    narrator = Narrator()
+    while not fit.ended.is_set() and not narrator.trains:
+        narrator.tell(ray.get(board.news.remote(narrator.warnings)))
         fit.ended.wait(LOOK_EVERY_S)
     with Progress("adapt", total=steps, unit="steps", already=already) as progress:
         while not fit.ended.is_set():
             fit.ended.wait(LOOK_EVERY_S)
             watch.look()
-            news: News = ray.get(board.news.remote())
+            news: News = ray.get(board.news.remote(narrator.warnings))
             _show_step(progress, news)
-            phase = _show_phase(phase, news) if news.phase != "training" else news.phase
-
-
-def _show_phase(before: str, news: News) -> str:
-    if news.phase != before and news.phase not in ("training", "done"):
-        print(f"adapt: {news.phase}", file=sys.stderr, flush=True)
-    return news.phase
+            narrator.tell(news)
+    narrator.tell(ray.get(board.news.remote(narrator.warnings)))
 
 
 def _show_step(progress: Progress, news: News) -> None:

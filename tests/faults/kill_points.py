@@ -3,9 +3,9 @@
     python -m tests.faults.kill_points PLAN.json
 
 PLAN.json: {"settings": {...}, "runs": [{"output": "out", "workers": 1, "kill": ["micro_step", 4]}]}, where settings
-differ from those of the settings' test. A run ends by SIGKILL at its point (or well, without one) and the next one on
-the same output goes on. A line of JSON a run tells how its processes ended. Everything is imported once, before the
-first fork.
+differ from those of the settings' test; a run may have "settings" of its own. A run ends by SIGKILL at its point (or
+well, without one) and the next one on the same output goes on. A line of JSON a run tells how its processes ended.
+Everything is imported once, before the first fork.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from actors.training.settings import TrainSettings
 from actors.training.trainer import Link, Trainer
 from actors.training.watchdog import Beat
 from actors.training.zero import build_extension
+from model.adapters import LoraSettings
 from model.backbone import load_backbone
 from model.errors import JobError, UserError
 from tests.actors.training.test_train_settings import settings
@@ -143,6 +144,12 @@ def warm_up(model: str) -> None:
     load_backbone(Path(model))
 
 
+def told_of(values: dict[str, Any]) -> TrainSettings:
+    """Settings from JSON."""
+    lora = values.get("lora")
+    return settings(**{**values, "lora": LoraSettings(**{**lora, "targets": tuple(lora["targets"])}) if lora else None})
+
+
 def main(plan: dict[str, Any]) -> None:
     told = {**plan["settings"], "identity": Identity("run")}
     warm_up(told["model"])
@@ -151,7 +158,8 @@ def main(plan: dict[str, Any]) -> None:
         filesystem, root = url_to_fs(output)
         filesystem.makedirs(root, exist_ok=True)
         Fence(output, TOKEN).raise_up()
-        codes = run(settings(**{**told, "output": output, "workers": one["workers"]}), one.get("kill"))
+        values = {**told, **one.get("settings", {}), "output": output, "workers": one["workers"]}
+        codes = run(told_of(values), one.get("kill"))
         newest = max((commit.step for commit in CheckpointStore(output, keep=1).committed()), default=0)
         print(json.dumps({"codes": codes, "newest": newest}), flush=True)
 

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from actors.training.rows import micro_steps
+from actors.training.rows import RowFormat, micro_steps
+from tests.packed import counting_rows, write_rows
 from tests.training_runs import LEARNING_RATE, MICRO_ROWS, ROWS_PER_STEP, read_metrics, timeless
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -37,6 +40,24 @@ RESIZES = [
     {"workers": 1, "kill": ["micro_step", 4 * FORWARDS[1] + 1]},  # in step 5
     {"workers": 2, "kill": ["micro_step", 4 * FORWARDS[2] + 1]},  # from 3, in step 8
     {"workers": 1},  # from 6
+]
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["all-linear"]}
+# What else another number of workers must not change. Settings; whether at length only.
+KINDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "stage 0": ({"zero_stage": 0}, True),
+    "stage 1": ({"zero_stage": 1}, False),
+    "stage 2": ({"zero_stage": 2}, True),
+    "stage 1 bfloat16": ({"zero_stage": 1, "dtype": "bfloat16"}, True),
+    "adapter": ({"lora": LORA}, False),
+    "adapter stage 1": ({"lora": LORA, "zero_stage": 1}, True),
+    "adapter stage 0": ({"lora": LORA, "zero_stage": 0}, True),
+}
+SHORT = {"steps": 6, "checkpoint_every": 2}
+SHORT_RESIZES = [
+    {"workers": 1, "kill": ["micro_step", 2 * FORWARDS[1] + 1]},  # in step 3
+    {"workers": 2, "kill": ["micro_step", 2 * FORWARDS[2] + 1]},  # from 2, in step 5
+    {"workers": 1},  # from 4
 ]
 
 UPLOADS = [
@@ -64,21 +85,41 @@ def kills(at_length: bool) -> list[tuple[str, int, int]]:
     return [(point, count, newest) for point, count, newest, long in KILLS if at_length or not long]
 
 
+def kinds(at_length: bool) -> dict[str, dict[str, Any]]:
+    return {name: settings for name, (settings, long) in KINDS.items() if at_length or not long}
+
+
+def short_plans(at_length: bool, adapted: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """For each kind a whole run, and one from one worker to two and back. adapted: a model that has a mask token, which
+    an adapter needs, and rows for it."""
+    plans: dict[str, list[dict[str, Any]]] = {}
+    for name, settings in kinds(at_length).items():
+        told = {"settings": {**SHORT, **(adapted if "lora" in settings else {}), **settings}}
+        plans[f"{name}, whole"] = [{"workers": 1, **told}]
+        plans[f"{name}, resized"] = [{**run, **told} for run in SHORT_RESIZES]
+    return plans
+
+
 @pytest.fixture(scope="module")
 def played(
     project: Path,
     at_length: bool,
     tiny_model: Path,
+    tiny_adapted_model: Path,
     training_rows: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Played]:
     """All runs of this file, in one process with its forks, by name."""
     folder = tmp_path_factory.mktemp("kills")
+    mask = 3  # of tiny_adapted_model
+    rows = write_rows(folder / "rows", counting_rows(12, mask_token_id=mask), RowFormat(8, 48, mask))
+    adapted = {"model": str(tiny_adapted_model), "rows": str(rows)}
     plans: dict[str, list[dict[str, Any]]] = {
         "whole": [{"workers": 1}],
         "killed": [{"workers": 1, "kill": [point, count]} for point, count, _ in kills(at_length)] + [{"workers": 1}],
         "resized": RESIZES,
         "uploaded": UPLOADS,
+        **short_plans(at_length, adapted),
     }
     scheme = {"uploaded": OBJECT_STORE}
     told = {
@@ -91,7 +132,7 @@ def played(
     place = folder / "plan.json"
     place.write_text(json.dumps({"settings": told, "runs": runs}))
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.kill_points", str(place)]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=290 if not at_length else 900)
     ends = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"codes"')])
     assert done.returncode == 0, done.stderr
     places = {name: folder / name for name in plans}
@@ -125,6 +166,24 @@ def test_another_number_of_workers_goes_on_with_the_same_batches_and_losses(play
         [line["grad_norm"] for line in whole.metrics], rel=1e-2
     )
     assert sorted(path.name for path in (resized.output / "checkpoints").iterdir()) == ["step_12", "step_9"]
+
+
+def test_another_number_of_workers_goes_on_at_every_stage_and_with_an_adapter(
+    played: dict[str, Played], at_length: bool
+) -> None:
+    for name in kinds(at_length):
+        whole, resized = played[f"{name}, whole"], played[f"{name}, resized"]
+        assert [end["newest"] for end in resized.ends] == [2, 4, 6], (name, resized.errors)
+        assert whole.ends[-1]["codes"] == resized.ends[-1]["codes"] == [0], (name, resized.errors)
+        for key in ("step", "batch_hash", "supervised_tokens", "learning_rate"):
+            assert [line[key] for line in resized.metrics] == [line[key] for line in whole.metrics], name
+        expected = [line["loss"] for line in whole.metrics]
+        exact = "bfloat16" not in name
+        assert [line["loss"] for line in resized.metrics] == pytest.approx(expected, abs=1e-5 if exact else 1e-3), name
+        if "adapter" in name:
+            written = [load_file(one.output / "adapter" / "adapter_model.safetensors") for one in (resized, whole)]
+            for key, tensor in written[1].items():
+                torch.testing.assert_close(written[0][key], tensor, rtol=1e-3, atol=1e-5)
 
 
 def test_a_run_killed_while_it_uploads_goes_on_from_the_checkpoint_that_has_its_marker(

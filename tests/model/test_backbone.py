@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model.backbone import choose_mask_token, load_backbone, load_tokenizer, make_block_diffusion, save_backbone
+from model.checksums import checksum
 from model.errors import UserError
 from model.objective import BlockDiffusion, predicted_logits
 from model.sources import fetch_model
@@ -40,6 +42,28 @@ def test_an_adapted_folder_is_an_ordinary_one_with_one_more_key(tiny_model: Path
     assert torch.equal(plain(ids).logits[..., : before.shape[-1]], before)
     names = {p.name for p in (tmp_path / "adapted").iterdir()}
     assert "model.safetensors" in names and not any(n.endswith((".bin", ".pt", ".py")) for n in names)
+
+
+def test_a_changed_bit_in_a_saved_models_weights_is_named_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    save_backbone(load_backbone(tiny_model), folder)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{path} is not what was written .*: copy the model again, or remove"):
+        load_backbone(folder)
+    (folder / "checksums.json").unlink()
+    load_backbone(folder)
+    (folder / "checksums.json").write_text("[")
+    with pytest.raises(UserError, match=r"checksums\.json is damaged: restore it, or remove it"):
+        load_backbone(folder)
+
+
+def test_a_checksum_is_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.checksums.CHUNK_BYTES", 3)
+    (tmp_path / "a").write_bytes(b"content")
+    assert checksum(tmp_path / "a") == f"crc32:{zlib.crc32(b'content'):08x}"
 
 
 def test_the_mask_token_is_never_eos_bos_or_pad(tiny_model: Path, shared: Path) -> None:

@@ -154,6 +154,12 @@ def test_corruption_depends_on_seed_sample_and_epoch_but_not_on_the_batch(backbo
     assert together.batch_hash == one.batch(rows, [5, 6, 7], 0).batch_hash != one.batch(rows, [5, 6, 7], 1).batch_hash
 
 
+def test_the_batch_hash_names_the_samples_too(backbone: Backbone) -> None:
+    """The control has no corruption to tell two equal rows apart by."""
+    rows, control = random_rows(9, rows=2), NextToken(K, backbone.layers - 1)
+    assert control.batch(rows, [5, 6], 0).batch_hash != control.batch(rows, [5, 7], 0).batch_hash
+
+
 def test_a_batch_without_supervised_tokens_gives_zero_loss_and_zero_gradients(backbone: Backbone) -> None:
     rows = random_rows(10)
     silent = RowBatch(rows.input_ids, torch.full_like(rows.labels, -100), rows.document_ids, rows.position_ids)

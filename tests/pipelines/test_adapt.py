@@ -138,9 +138,15 @@ def test_started_without_arguments_it_assesses_unless_told_not_to(monkeypatch: p
     assert asked == [True, True, False]
 
 
-def test_holding_out_of_rows_that_are_packed_already_is_refused(
-    tiny_model: Path, training_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("key", "value"), [("held_out", 0.1), ("mixture.weights", 1)])
+def test_choosing_among_rows_that_are_packed_already_is_refused(
+    key: str,
+    value: float,
+    tiny_model: Path,
+    training_rows: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("--model", tiny_model, "--data", training_rows, "--output", tmp_path / "out", "--held_out", 0.1)
+    words = ("--model", tiny_model, "--data", training_rows, "--output", tmp_path / "out", f"--{key}", value)
     assert adapt(*words) == 2
-    assert "is packed already: leave --held_out out" in last_line(capsys)
+    assert f"is packed already: leave --{key} out, or give the chats." in last_line(capsys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import fsspec
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.chats import publishing
 from pipelines.chats.documents import Reading, documents_name, make_documents
 from pipelines.chats.pack import plan_rows
 from pipelines.chats.publishing import checksum, is_published, published, remove_partials
@@ -37,6 +39,27 @@ def test_a_file_appears_when_it_is_whole_and_its_checksum_is_that_of_its_bytes(f
         assert not is_published(place)
     assert is_published(place) and names(folder) == ["a.bin"]
     assert checksum(place) == f"sha256:{hashlib.sha256(b'content').hexdigest()}"
+
+
+def test_the_checksum_is_of_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 3)
+    (tmp_path / "a.bin").write_bytes(b"content")
+    assert checksum(str(tmp_path / "a.bin")) == f"sha256:{hashlib.sha256(b'content').hexdigest()}"
+
+
+def test_two_processes_that_write_one_file_do_not_write_into_each_other(tmp_path):
+    """A task is done again while its first worker, taken for dead, still writes."""
+    place = str(tmp_path / "a.bin")
+    with published(place) as first:
+        first.write_bytes(b"first")
+        child = os.fork()
+        if not child:
+            with published(place) as second:
+                second.write_bytes(b"second")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (tmp_path / "a.bin").read_bytes() == b"second" and first.read_bytes() == b"first"
+    assert (tmp_path / "a.bin").read_bytes() == b"first"
 
 
 def test_a_writer_that_fails_leaves_nothing(folder):

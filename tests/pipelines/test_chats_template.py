@@ -281,3 +281,9 @@ def test_a_question_that_fills_a_row_is_dropped_and_counted():
     assert (result.split, result.dropped) == (1, 2)
     with pytest.raises(Rejected, match="no supervised tokens"):
         fit([document_of([(20, 5)])], 10, "truncate")
+
+
+def test_an_exchange_of_exactly_a_row_is_one_piece_and_nothing_is_dropped():
+    result = fit([document_of([(4, 6), (2, 3)])], 10, "split")
+    assert [len(piece) for piece in result.pieces] == [10, 5]
+    assert (result.split, result.dropped) == (1, 0)

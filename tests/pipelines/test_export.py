@@ -107,7 +107,7 @@ def test_what_cannot_be_exported_is_one_sentence(
     assert "holds no COMMIT.json" in refused(model=step)
     commit = {"step": 3, "workers": 1, "identity": "x", "files": {"gone": 7}}
     (step / "COMMIT.json").write_text(json.dumps(commit))
-    assert "is not whole" in refused(model=step)
+    assert "is damaged: gone is missing. Take another checkpoint" in refused(model=step)
     (step / "COMMIT.json").write_text(json.dumps({**commit, "files": {}}))
     shutil.copytree(tiny_model, step / "model")
     (step / TAG).mkdir()

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import UserError
+from pipelines import adapt
+from pipelines import prepare as prepare_job
+from pipelines.adapt import AdaptConfig
 from pipelines.chats.mixture import Recipe, mix
 from pipelines.jobkit import main
-from pipelines.prepare import PrepareConfig, plan, run
-from tests.pipelines.prepared import chat, documents_of, write_lines
+from pipelines.prepare import PrepareConfig
+from tests.pipelines.prepared import Prepared, chat, documents_of, write_lines
 
 
 def recipe(*weights: float, tokens: int | None = None, repeat: float = 1.0, seed: int = 0) -> Recipe:
@@ -93,6 +96,23 @@ def test_the_job_mixes_its_sources(prepare, tmp_path):
     assert other.bytes() == result.bytes()
 
 
+def test_adapt_mixes_the_chats_that_it_packs_itself(prepare, tmp_path, tiny_model, capsys):
+    """Up to the training, for which these workers never come."""
+    write_lines(tmp_path / "a.jsonl", [chat("aaaa", f"{n:04}") for n in range(60)])
+    write_lines(tmp_path / "b.jsonl", [chat("bbbb", f"{n:04}") for n in range(20)])
+    words = ["--data", f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", "--mixture.weights", "1", "2"]
+    words += ["--mixture.repeat", "2", "--mixture.tokens", "900"]
+    alone = prepare(*words, output="alone")
+    train = ["--train.workers", "1", "--train.device", "cpu", "--train.cpus_per_worker", "64", "--cluster.wait_s", "0"]
+    pack = ["--pack.block_size", "8", "--pack.context_length", "128"]
+    common = ["--model", str(tiny_model), "--output", str(tmp_path / "adapted"), *pack, *train]
+    assert main("adapt", AdaptConfig, adapt.run, adapt.plan, [*common, *words]) == 1
+    assert "The cluster did not offer 1 worker of 64 CPUs" in capsys.readouterr().err
+    assert Prepared(0, tmp_path / "adapted" / "rows").bytes() == alone.bytes()
+    assert [row["weight"] for row in alone.stats["mixture"]] == [1, 2]
+
+
+@pytest.mark.parametrize(("job", "config"), [(prepare_job, PrepareConfig), (adapt, AdaptConfig)])
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -102,7 +122,15 @@ def test_the_job_mixes_its_sources(prepare, tmp_path):
         (["--mixture.tokens", "5"], "mixture.tokens and mixture.repeat need mixture.weights"),
     ],
 )
-def test_weights_that_make_no_sense_are_exit_2(tmp_path, capsys, words, expected):
+def test_weights_that_make_no_sense_are_exit_2(tmp_path, capsys, job, config, words, expected):
     data = ["--data", "a.jsonl", "b.jsonl", "--output", str(tmp_path / "o")]
-    assert main("prepare", PrepareConfig, run, plan, [*data, *words]) == 2
+    assert main("job", config, job.run, job.plan, [*data, *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_sources_of_one_size_are_drawn_apart():
+    """The same text in two languages, say: not the same half of both."""
+    lengths, source_of = np.full(200, 10), np.r_[np.zeros(100, int), np.ones(100, int)]
+    taken, _ = mix(recipe(1, 1, tokens=1000), lengths, source_of)
+    halves = [set((taken[source_of[taken] == number] - 100 * number).tolist()) for number in (0, 1)]
+    assert [len(half) for half in halves] == [50, 50] and halves[0] != halves[1]

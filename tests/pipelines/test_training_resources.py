@@ -119,7 +119,7 @@ def test_a_node_that_is_taken_away_is_no_failure_and_a_hung_worker_is() -> None:
 def test_the_curves_are_a_picture_whatever_the_lines_hold(tmp_path: Path) -> None:
     plain = [{"step": n, "loss": 3.0 / n, "learning_rate": 1e-3, "grad_norm": 1.0} for n in range(1, 30)]
     shares = dict.fromkeys((*PHASES, OTHER), 1 / 6)
-    more = {"loss_by_noise": [1.0, None, 2.0, 3.0, 4.0], "time_shares": shares}
+    more = {"loss_by_noise": [1.0, None, 2.0, 3.0, 4.0], "time_shares": shares, "ar_loss": 2.5}
     full = [{**line, **more, **({"held_out_loss": 2.0} if line["step"] % 7 == 0 else {})} for line in plain]
     for records in (plain, full, plain[:3] + full[3:], full[:1]):
         draw_curves(records, "a run", tmp_path / "loss.png")

@@ -6,7 +6,6 @@ import errno
 import json
 import threading
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from actors.training.checkpoints import COMMIT, CheckpointStore, Identity
+from actors.training.checkpoints import COMMIT, CheckpointStore, Damaged, Identity, Write
 from actors.training.ranks import Ranks, halves, whole
 from actors.training.run_files import METRICS, Fence, LinesLog, StepRecord, read_metrics
 from actors.training.storage import Patience
@@ -26,18 +25,19 @@ RUN = Identity("run", {"train.steps": 10, "train.learning_rate": 0.1})
 HASTY = Patience(tries=3, pause_s=0.001)
 
 
-def writer(size: int = 100) -> Callable[[str], None]:
+def writer(size: int = 100) -> Write:
     """Writes two files as a rank's shards."""
 
-    def write(folder: str) -> None:
+    def write(folder: str) -> list[str]:
         Path(folder, "zero").mkdir()
         Path(folder, "zero", "shard_0.pt").write_bytes(b"x" * size)
         Path(folder, "other").write_bytes(b"y")
+        return ["zero/shard_0.pt", "other"]
 
     return write
 
 
-def save(store: CheckpointStore, step: int, *, write: Callable[[str], None] | None = None, need: int = 0) -> None:
+def save(store: CheckpointStore, step: int, *, write: Write | None = None, need: int = 0) -> None:
     store.save(step, RUN, ALONE, write or writer(), need)
     store.settle(ALONE, wait=True)
 
@@ -52,9 +52,15 @@ def test_a_committed_checkpoint_is_found_whole(output: str) -> None:
     save(store, 5)
     commit = store.newest(RUN)
     assert commit is not None
-    assert (commit.step, commit.files) == (5, {"zero/shard_0.pt": 100, "other": 1})
+    assert commit.step == 5
+    assert {**commit.files, "checksums/rank_0.json": 0} == {
+        "zero/shard_0.pt": 100,
+        "other": 1,
+        "checksums/rank_0.json": 0,
+    }
     with store.opened(commit) as folder:
         assert Path(folder, "zero", "shard_0.pt").read_bytes() == b"x" * 100
+        store.check(folder, commit, lambda name: True, ALONE)
 
 
 def test_only_the_newest_are_kept(output: str) -> None:
@@ -86,11 +92,62 @@ def test_what_lacks_its_marker_or_a_file_is_no_checkpoint_and_is_cleared(output:
     assert left == ["step_1"]
 
 
+def put(output: str, name: str, content: bytes | None) -> None:
+    """Change a file of the checkpoints; None: remove it."""
+    filesystem, root = fsspec.core.url_to_fs(output)
+    if content is None:
+        filesystem.rm_file(f"{root}/checkpoints/{name}")
+    else:
+        filesystem.pipe_file(f"{root}/checkpoints/{name}", content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("zero/shard_0.pt", b"short", "zero/shard_0.pt has 5 of 100 bytes"),
+        ("zero/shard_0.pt", b"", "zero/shard_0.pt has 0 of 100 bytes"),
+        ("other", None, "other is missing"),
+        (COMMIT, b"{", "COMMIT.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_left_out_while_there_is_another(
+    output: str, name: str, content: bytes | None, fault: str
+) -> None:
+    store = CheckpointStore(output, keep=5)
+    for step in (1, 2):
+        save(store, step)
+    put(output, f"step_2/{name}", content)
+    assert [str(damage) for damage in store.damaged()] == [f"{store.place(2)} is damaged: {fault}."]
+    found = store.newest(RUN)
+    assert found is not None and found.step == 1
+    store.clear_partial()
+    assert store.damaged() == [] and [commit.step for commit in store.committed()] == [1]
+    put(output, f"step_1/{name}", content)
+    with pytest.raises(
+        JobError, match=rf"step_1 is damaged: {fault}\. There is no other to go on from: restore it, or"
+    ):
+        store.newest(RUN)
+
+
+@pytest.mark.parametrize("name", ["zero/shard_0.pt", "other"])
+def test_a_changed_byte_is_found_where_the_file_is_read(output: str, name: str) -> None:
+    store = CheckpointStore(output, keep=5)
+    save(store, 1)
+    put(output, f"step_1/{name}", b"x" * 99 + b"y" if name != "other" else b"z")
+    assert store.damaged() == [], "it has its size"
+    commit = store.newest(RUN)
+    assert commit is not None
+    with store.opened(commit) as folder:
+        store.check(folder, commit, lambda one: one != name, ALONE)
+        with pytest.raises(Damaged, match=rf"step_1 is damaged: {name} is not what was written"):
+            store.check(folder, commit, lambda one: True, ALONE)
+
+
 def test_a_run_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     class Killed(BaseException):
         """What no handler sees, like SIGKILL."""
 
-    def die(folder: str) -> None:
+    def die(folder: str) -> list[str]:
         writer()(folder)
         raise Killed
 
@@ -185,7 +242,7 @@ def test_what_waiting_does_not_help_is_not_tried_again() -> None:
 
 
 def test_a_save_that_fails_leaves_nothing_half_written(tmp_path: Path) -> None:
-    def fill(folder: str) -> None:
+    def fill(folder: str) -> list[str]:
         writer()(folder)
         raise JobError("no space")
 
@@ -244,7 +301,9 @@ def test_an_upload_that_keeps_failing_commits_nothing_and_one_that_recovers_does
     SlowStore.errors = [ConnectionError("reset")] * 2
     save(store, 5)
     SlowStore.errors = [ConnectionError("reset")] * 9
-    with pytest.raises(JobError, match=r"Uploading .*step_10/other failed 3 times \(reset\): see to the storage"):
+    with pytest.raises(
+        JobError, match=r"Uploading .*step_10/checksums/rank_0.json failed 3 times \(reset\): see to the storage"
+    ):
         save(store, 10)
     assert [commit.step for commit in store.committed()] == [5]
     SlowStore.errors = []

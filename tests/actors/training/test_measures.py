@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.training import clock as clock_module
+from actors.training.ar_loss import CausalTally
 from actors.training.clock import OTHER, PHASES, StepClock, watch_collectives
 from actors.training.flops import FlopCount, TwoTowerFlops, peak_flops
 from actors.training.noise import LEVELS, NoiseTally, level_name, mean_by_level
@@ -85,6 +86,22 @@ def test_a_batch_without_supervised_tokens_counts_nowhere(backbone: Backbone) ->
     with torch.no_grad():
         TrainingModel(backbone.model, tally.add)(BlockDiffusion(K, MASK, 0, 1).batch(rows, [0], 0))
     assert tally.values == [0.0] * (2 * LEVELS)
+
+
+def test_the_next_token_part_is_what_the_control_would_lose_on_the_same_rows(backbone: Backbone) -> None:
+    rows, tally, weight = random_rows(0, rows=ROWS), CausalTally(), 0.25
+    options = {"block_size": K, "mask_token_id": MASK, "seed": 0, "layers": backbone.layers}
+    both = make_objective("block_diffusion", ar_loss_weight=weight, **options)  # type: ignore[arg-type]
+    model = TrainingModel(backbone.model, tally.add)
+    with torch.no_grad():
+        total = model(both.batch(rows, range(ROWS), 0)).item()
+        found = tally.value
+        tally.clear()
+        blocks = model(batch_of(backbone)).item()
+        assert tally.value == 0.0, "the blocks' predictions do not count"
+        control = TrainingModel(backbone.model)(batch_of(backbone, "next_token")).item()
+    assert found == pytest.approx(control, rel=1e-5)
+    assert blocks + weight * found == pytest.approx(total, rel=1e-5)
 
 
 def test_levels_are_named_by_their_mask_ratios() -> None:

@@ -40,6 +40,7 @@ def write(log: RunLog, steps: range) -> None:
             seconds=0.5,
             time=1000.0 + step,
             loss_by_noise=[float(step), None, 3.0, 4.0, 5.0],
+            ar_loss=7.0 / step,
             time_shares={**dict.fromkeys(PHASES, 0.1), OTHER: 0.5},
             held_out_loss=2.0 / step if step % 2 == 0 else None,
         )  # fmt: skip
@@ -68,7 +69,7 @@ def test_every_figure_of_a_line_is_a_scalar_of_tensorboard(output: str, tmp_path
     write(log, range(1, 5))
     log.publish()
     found = events(output, tmp_path / "read")
-    names = {"loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_second"}
+    names = {"loss", "ar_loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_second"}
     names |= {f"time_share/{phase}" for phase in (*PHASES, OTHER)}
     levels = {f"loss_by_noise/{level}" for level in ("0-0.2", "0.4-0.6", "0.6-0.8", "0.8-1")}
     assert len(levels) == LEVELS - 1  # the level that was not met has no curve

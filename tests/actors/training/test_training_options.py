@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from actors.training.consolidate import open_checkpoint
 from actors.training.rows import PackedRows, RowFormat, RowOrder
 from actors.training.settings import TrainSettings
+from actors.training.shards import SLACK_BYTES, checkpoint_bytes
 from model.adapters import LoraSettings
 from model.backbone import load_backbone, make_block_diffusion
 from model.corruption import IGNORED
@@ -111,6 +112,7 @@ def plain(told: TrainSettings) -> Iterator[dict[str, Any]]:
     kind = make_objective(
         told.objective, block_size=8, mask_token_id=MASK, seed=0, layers=backbone.layers, **told.objective_options
     )
+    causal = make_objective("next_token", block_size=8, mask_token_id=MASK, seed=0, layers=backbone.layers)
     module = TrainingModel(backbone.model).train()
     named = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -124,6 +126,8 @@ def plain(told: TrainSettings) -> Iterator[dict[str, Any]]:
         ids = [s.row for s in samples]
         batch = kind.batch(packed.rows(ids), ids, [s.epoch for s in samples])
         loss = module(batch) / max(batch.supervised_tokens, 1)
+        with torch.no_grad():
+            beside = module(causal.batch(packed.rows(ids), ids, 0)) / max(batch.supervised_tokens, 1)
         if not torch.isfinite(loss):
             yield {"loss": None, "grad_norm": None, "batch_hash": batch.batch_hash}
             continue
@@ -133,7 +137,9 @@ def plain(told: TrainSettings) -> Iterator[dict[str, Any]]:
         for group in optimizer.param_groups:
             group["lr"] = told.learning_rate_at(step)
         optimizer.step()
-        yield {"loss": loss.item(), "grad_norm": norm, "batch_hash": batch.batch_hash}
+        yield {
+            "loss": loss.item(), "grad_norm": norm, "batch_hash": batch.batch_hash, "ar_loss": beside.item(),
+        }  # fmt: skip
 
 
 def assert_steps(runs: Runs, name: str, *, rel: float = 1e-4) -> None:
@@ -168,6 +174,13 @@ def test_token_budgets_and_objectives_take_the_steps_of_a_plain_loop(runs: Runs,
     assert name not in runs.said
     assert_steps(runs, name)
     assert load_backbone(runs.output(name) / "model").block_diffusion is not None
+
+
+def test_the_next_token_part_of_the_loss_is_told_apart_over_all_ranks_and_forwards(runs: Runs) -> None:
+    lines = runs.metrics("ar")
+    expected = [step["ar_loss"] for step in plain(runs.settings["ar"])]
+    assert [line["ar_loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
+    assert all("ar_loss" not in line for line in runs.metrics("tokens"))
 
 
 def test_a_broken_step_names_its_sample_and_stops_the_run(runs: Runs) -> None:
@@ -218,3 +231,19 @@ def test_the_last_checkpoint_holds_the_weights_of_the_model_that_the_run_wrote(r
     near = {"rtol": 1e-5, "atol": 1e-6} if name == "lora" else {"rtol": 0.0, "atol": 0.0}
     for key, tensor in expected.items():
         torch.testing.assert_close(weights[key], tensor, equal_nan=True, **near)
+
+
+@pytest.mark.parametrize("name", [*(f"stage {stage} {dtype}" for stage, dtype in STAGES), "lora"])
+def test_a_checkpoint_takes_the_space_that_was_looked_for(runs: Runs, name: str) -> None:
+    """Frozen weights have no optimizer state; what shares out less keeps weights beside the master copy."""
+    told, output = runs.settings[name], runs.output(name)
+    last = max((output / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    taken = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    counts = [sum(p.numel() for p in load_backbone(told.model).model.parameters()), 0]
+    if told.lora:
+        adapter = load_file(output / "adapter" / "adapter_model.safetensors")
+        counts = [sum(tensor.numel() for tensor in adapter.values()), counts[0]]
+    width = 2 if told.dtype == "bfloat16" else 4
+    state = checkpoint_bytes(*counts, zero_stage=told.zero_stage, width=width) - SLACK_BYTES
+    fixed = 260_000  # of two ranks: names, shapes, the tokenizer, two scripts of DeepSpeed
+    assert state < taken < state + fixed, (state, taken)

@@ -34,6 +34,7 @@ from model.errors import UserError
 from model.kernels.fused import FusedForward
 from model.packed_linear import can_pack, pack_linears
 from model.pages import Key, chain_keys
+from model.recurrence import is_recurrent
 
 PAGE_SIZE = 32  # of a model that was not adapted
 WEIGHTS = ("model", "int8")
@@ -93,6 +94,11 @@ class Decoder:
             bound = f"the context of {backbone.name}: at most {backbone.context_length}"
             raise UserError(f"max_length {max_length} exceeds {bound}.")
         model = backbone.model
+        if is_recurrent(model):
+            raise UserError(
+                f"{backbone.name} has recurrent layers, whose states the engine does not keep: decode it with "
+                "model.two_tower.decoding (write_tokens, write_blocks, write_lossless), as assess does."
+            )
         self.fused = _fused_forward(model, weights) if kernels or weights == "int8" else None
         if self.fused is None and can_pack(model):
             pack_linears(model)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from model.backbone import load_backbone
 from model.corruption import IGNORED
+from model.decoding import Decoder
 from model.errors import UserError
 from model.layout import RowBatch
 from model.objective import BlockDiffusion, NextToken, TrainingModel, held_out_loss
 from model.recurrence import is_recurrent, unclamp_time_steps
+from tests.hybrid import write_hybrid
 from tests.model.rows import random_rows
 from tests.towers import CONFIGS, HYBRIDS, VOCAB, tiny_decoder
 
@@ -86,3 +90,9 @@ def test_the_held_out_loss_does_not_depend_on_how_rows_are_grouped() -> None:
     one = [RowBatch(*(x[i : i + 1] for x in vars(rows).values())) for i in range(3)]
     together = held_out_loss(model, next_token(model), [rows])
     assert held_out_loss(model, next_token(model), one) == pytest.approx(together, rel=1e-9)
+
+
+def test_the_engine_refuses_to_forget_states(tmp_path: Path) -> None:
+    backbone = load_backbone(write_hybrid(tmp_path / "hybrid"))
+    with pytest.raises(UserError, match=r"has recurrent layers, whose states the engine does not keep.*write_tokens"):
+        Decoder(backbone, rows=1)

@@ -34,7 +34,7 @@ from model.sources import fetch_model, first_line
 from model.weights import load_weights, quiet, take_weights
 
 if TYPE_CHECKING:
-    from model.writer import BlockWriter
+    from model.writer import BlockWriter, StatefulForward
 
 MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")
 SPARE_NAMES = (
@@ -52,7 +52,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class Backbone:
     """A loaded model with its tokenizer. `block_diffusion` is None for a plain AR model; lengths in tokens.
 
-    writer: of a TwoTower model, the network that fills the blocks; `model` then only reads.
+    writer: of a TwoTower model, the network that fills the blocks; `model` then only reads. reader: how the engine runs
+    `model` where its layers carry states from token to token.
     """
 
     model: PreTrainedModel
@@ -63,6 +64,7 @@ class Backbone:
     context_length: int
     stop_token_ids: frozenset[int]
     writer: BlockWriter | None = None
+    reader: StatefulForward | None = None
 
     @property
     def layers(self) -> int:

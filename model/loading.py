@@ -16,10 +16,20 @@ from transformers import PreTrainedTokenizerBase
 from model.backbone import Backbone, load_backbone, load_tokenizer, read_config, revision_of
 from model.config import TWO_TOWER, BlockDiffusionConfig
 from model.errors import UserError
+from model.recurrence import is_recurrent
 from model.sources import fetch_model
 from model.two_tower.config import LORA, TwoTowerConfig
-from model.two_tower.folder import DENOISER, context_folder, is_two_tower, load_two_tower, read_two_tower_config
+from model.two_tower.folder import (
+    DENOISER,
+    TwoTowerModel,
+    context_folder,
+    is_two_tower,
+    load_two_tower,
+    read_two_tower_config,
+)
 from model.two_tower.published import BLOCK_SIZE, MASK_TOKEN_ID, is_published
+from model.two_tower.stateful import StatefulReader
+from model.two_tower.towers import ContextTower
 from model.two_tower.writer import DenoiserWriter
 
 
@@ -79,17 +89,36 @@ def load_model(
     """
     folder = fetch_model(source)
     if not is_two_tower(folder):
-        return load_backbone(source, dtype=dtype, device=device, adapter=adapter)
+        return _with_states(load_backbone(source, dtype=dtype, device=device, adapter=adapter))
     if adapter is not None:
         raise UserError(f"{source} holds two towers, and an adapter belongs to one network: leave the adapter out.")
     description = describe_model(folder)
     description.check_mode(mode)
     loaded = load_two_tower(source, dtype=dtype, device=device, denoiser=description.lacks is None)
-    backbone = replace(loaded.context, name=str(source), revision=model_revision(folder))
-    if loaded.towers.denoiser is None:
+    context = replace(loaded.context, name=str(source), revision=model_revision(folder))
+    return towers_backbone(TwoTowerModel(loaded.towers, context))
+
+
+def towers_backbone(model: TwoTowerModel) -> Backbone:
+    """Two towers in memory, or the context tower alone, as the engine takes a model."""
+    towers, context = model.towers, model.context
+    if towers.denoiser is None:
+        return _with_states(context)
+    writer = DenoiserWriter(towers)
+    reader = StatefulReader(towers.context, writer.storage) if towers.context.recurrent else None
+    return replace(context, block_diffusion=_blocks(towers.config), writer=writer, reader=reader)
+
+
+def _with_states(backbone: Backbone) -> Backbone:
+    """One network, read causally; with states where its layers carry them."""
+    if not is_recurrent(backbone.model):
         return backbone
-    blocks = _blocks(loaded.towers.config)
-    return replace(backbone, block_diffusion=blocks, writer=DenoiserWriter(loaded.towers))
+    if backbone.block_diffusion is not None:
+        raise UserError(
+            f"{backbone.name} was adapted to write blocks, but has recurrent layers, which cannot read one in both "
+            "directions: adapt its base with --objective two_tower."
+        )
+    return replace(backbone, reader=StatefulReader(ContextTower(backbone.model), {}))
 
 
 def model_revision(folder: Path) -> str:

@@ -6,24 +6,56 @@ its own keys and values in the same pages, never committed (TwoTower's denoiser,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from model.decoding.packing import Packed
+    from collections.abc import Sequence
+
+    from model.cache import BlockCache
+    from model.decoding.packing import Packed, Turn
+
+
+class StatefulForward(Protocol):
+    """How clean tokens run where layers carry states from token to token: the pages hold none, the rows do
+    (`Row.states`)."""
+
+    def allocate(self, cache: BlockCache) -> None:
+        """Make storage for every layer that attends."""
+        ...
+
+    def __call__(self, turns: Sequence[Turn], packed: Packed) -> Tensor:
+        """Logits [N, V] of the packed slots."""
+        ...
+
+    def settle(self, turns: Sequence[Turn], cache: BlockCache) -> None:
+        """The rows have moved on: keep the states behind what each has committed."""
+        ...
 
 
 class BlockWriter(Protocol):
-    """vocab_size: tokens that its logits know; the model's own, or one more."""
+    """vocab_size: tokens that its logits know; the model's own, or one more.
+
+    together: it is the model's own network (`denoiser: lora`), so that clean tokens and canvases share a forward.
+    """
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def together(self) -> bool: ...
 
     def prepare(self, *, weights: str, kernels: bool) -> None:
         """Make ready to decode, as the decoder was told to (see `model.decoding.decoder`)."""
         ...
 
-    def __call__(self, packed: Packed, times: Tensor) -> Tensor:
-        """Logits [N, V] of the packed slots. packed: R canvases of equal length; times [R]: their masked shares."""
+    def __call__(self, packed: Packed, times: Tensor, states: Sequence[Any]) -> Tensor:
+        """Logits [N, V] of the packed slots. packed: R canvases of equal length; times [R]: their masked shares;
+        states: `Row.states` of each."""
+        ...
+
+    def mixed(self, packed: Packed, times: Tensor, time_of: Tensor) -> Tensor:
+        """The same of a forward with clean tokens among them. time_of: int64 [tokens], which time a token has, -1 for a
+        clean one. Only where `together`."""
         ...

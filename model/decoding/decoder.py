@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
 
 from model.backbone import Backbone
 from model.cache import BlockCache
@@ -31,14 +30,12 @@ from model.decoding.row import MASKED, Phase, Query, Reveal, Row
 from model.decoding.static_forward import StaticForward
 from model.decoding.tower_rows import LosslessTowerRow, TowerRow
 from model.errors import UserError
-from model.kernels.fused import FusedForward
+from model.kernels.fused import fused_forward
 from model.packed_linear import can_pack, pack_linears
 from model.pages import Key, chain_keys
 from model.recurrence import is_recurrent
 
 PAGE_SIZE = 32  # of a model that was not adapted
-WEIGHTS = ("model", "int8")
-FORMAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DEFAULT_TOKENS = 65_536  # the cache's default size, unless one row alone needs more
 
 
@@ -94,13 +91,14 @@ class Decoder:
             bound = f"the context of {backbone.name}: at most {backbone.context_length}"
             raise UserError(f"max_length {max_length} exceeds {bound}.")
         model = backbone.model
-        if is_recurrent(model):
+        self.reader = backbone.reader
+        if self.reader is None and is_recurrent(model):
             raise UserError(
-                f"{backbone.name} has recurrent layers, whose states the engine does not keep: decode it with "
-                "model.two_tower.decoding (write_tokens, write_blocks, write_lossless), as assess does."
+                f"{backbone.name} has recurrent layers, whose states the pages do not hold: load it with "
+                "model.loading.load_model, which has its rows keep them."
             )
-        self.fused = _fused_forward(model, weights) if kernels or weights == "int8" else None
-        if self.fused is None and can_pack(model):
+        self.fused = fused_forward(model, weights) if kernels or weights == "int8" else None
+        if self.fused is None and self.reader is None and can_pack(model):
             pack_linears(model)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.logit_width = 0 if backbone.writer is None else max(backbone.writer.vocab_size, self.vocab_size)
@@ -114,10 +112,12 @@ class Decoder:
                 f"pages {pages} of {page_size} tokens do not hold one row of {self.room}: "
                 f"give at least {longest}, or a smaller max_length."
             )
-        self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=prefix_cache)
+        found = prefix_cache and self.reader is None  # a page that is found brings no states
+        self.cache = BlockCache(pages, page_size, dtype=model.dtype, device=model.device, prefix_cache=found)
         self.mask_token_id = backbone.block_diffusion.mask_token_id if backbone.block_diffusion else None
         self.ban_mask_token = ban_mask_token
-        self.static_forward = StaticForward(model, self.cache, rows) if model.device.type == "cuda" else None
+        static = model.device.type == "cuda" and self.reader is None
+        self.static_forward = StaticForward(model, self.cache, rows) if static else None
         self.model_s = 0.0
         self.most_tokens = self.most_logits = 0
         if self.fused is not None:
@@ -125,7 +125,10 @@ class Decoder:
             for _ in range(layers):
                 self.cache.add_layer(heads, width, width)
         with torch.inference_mode():
-            self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
+            if self.reader is not None:
+                self.reader.allocate(self.cache)
+            else:
+                self._forward(pack([], self.cache))  # allocates every layer's cache; fails early
         if self.writer is not None:
             self.writer.prepare(weights=weights, kernels=kernels)
 
@@ -145,13 +148,15 @@ class Decoder:
         backbone = self.backbone
         if not request.prompt_ids:
             request = replace(request, prompt_ids=(int(backbone.tokenizer.bos_token_id),))
-        towers = self.writer is not None
         if request.decode.mode == "lossless":
             assert backbone.block_diffusion is not None, "check_request refuses it without a block-diffusion model"
-            kind = LosslessTowerRow if towers else LosslessRow
+            kind = LosslessRow if self.writer is None else LosslessTowerRow
             return kind(request, self.room, backbone.block_diffusion, backbone.tokenizer)
-        blocks = TowerRow if towers and request.decode.mode == "diffusion" else Row
-        return blocks(request, self.room, backbone.block_diffusion, backbone.tokenizer)
+        if self.writer is not None and request.decode.mode == "diffusion":
+            assert backbone.block_diffusion is not None, "a model with a second network writes blocks"
+            together = self.writer.together
+            return TowerRow(request, self.room, backbone.block_diffusion, backbone.tokenizer, together=together)
+        return Row(request, self.room, backbone.block_diffusion, backbone.tokenizer)
 
     def pages_to_admit(self, row: Row) -> int:
         """Pages that a row without pages takes from the available ones to encode what it must and begin its block."""
@@ -224,7 +229,8 @@ class Decoder:
         """
         for turn in turns:
             self.supply(turn)
-        outcomes = self._run(turns) if self.writer is None else self._run_towers(turns)
+        apart = self.writer is not None and not self.writer.together
+        outcomes = self._run_towers(turns) if apart else self._run(turns)
         for outcome in outcomes:
             if outcome.error is not None:
                 self.cache.forget(outcome.row.pages[len(outcome.row.keys) :])
@@ -246,12 +252,14 @@ class Decoder:
         return [by_row[id(turn.row)] for turn in turns]
 
     def _run(self, turns: Sequence[Turn]) -> list[Outcome]:
-        """One forward, of the network that these turns are for."""
-        noisy = turns[0].query.noisy if turns else False
+        """One forward over all turns, which are for one network, or for both where they are the same."""
         with torch.inference_mode():
             packed = pack(turns, self.cache)
             started = time.perf_counter()
-            logits = self._forward_writer(turns, packed) if noisy else self._forward(packed)
+            if _has_canvas(turns):
+                logits = self._forward_noisy(turns, packed)
+            else:
+                logits = self._forward(packed) if self.reader is None else self.reader(turns, packed)
             self.model_s += time.perf_counter() - started
             if logits.shape[1] < self.logit_width:  # the second network may know a mask token that the model does not
                 logits = pad(logits, (0, self.logit_width - logits.shape[1]), value=-torch.inf)
@@ -259,13 +267,23 @@ class Decoder:
             self.most_logits = max(self.most_logits, logits.shape[0])
             choices = decide(turns, packed.slots, logits, self.mask_token_id if self.ban_mask_token else None)
         bounds = np.searchsorted(packed.slots.turn, np.arange(len(turns) + 1))
-        return [_apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)]
+        outcomes = [
+            _apply(turn, packed.slots, choices, range(bounds[i], bounds[i + 1])) for i, turn in enumerate(turns)
+        ]
+        if self.reader is not None and not _has_canvas(turns):
+            with torch.inference_mode():
+                self.reader.settle(turns, self.cache)
+        return outcomes
 
-    def _forward_writer(self, turns: Sequence[Turn], packed: Packed) -> Tensor:
-        """Logits [N, V] of the canvases' slots."""
+    def _forward_noisy(self, turns: Sequence[Turn], packed: Packed) -> Tensor:
+        """Logits [N, V] of a forward with canvases of the second network in it."""
         assert self.writer is not None, "only a model with a second network has canvases"
-        times = torch.tensor([turn.query.time for turn in turns], dtype=torch.float64)
-        return self.writer(packed, times)
+        queries = [turn.query for turn in turns]
+        times = torch.tensor([query.time for query in queries], dtype=torch.float64)
+        if all(query.noisy for query in queries):
+            return self.writer(packed, times, [turn.row.states for turn in turns])
+        parts = [np.where(np.arange(q.start, q.end) < _clean_until(q), -1, i) for i, q in enumerate(queries)]
+        return self.writer.mixed(packed, times, torch.from_numpy(np.concatenate(parts)))
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""
@@ -299,18 +317,12 @@ class Decoder:
         )
 
 
-def _fused_forward(model: PreTrainedModel, weights: str) -> FusedForward | None:
-    """Our forward for the model on CPU, where it knows the architecture. Raises UserError for int8 without it."""
-    if weights not in WEIGHTS:
-        raise UserError(f"engine.weights must be one of {', '.join(WEIGHTS)}, not {weights!r}.")
-    name = FORMAT_NAMES.get(model.dtype) if weights == "model" else weights
-    fused = FusedForward.build(model, name) if name is not None and model.device.type == "cpu" else None
-    if fused is None and weights != "model":
-        raise UserError(
-            f"engine.weights {weights} needs the C++ forward, which does not run here (a CPU, g++ and a Llama-shaped "
-            "model are needed; the log says what lacks): use engine.weights model."
-        )
-    return fused
+def _has_canvas(turns: Sequence[Turn]) -> bool:
+    return any(turn.query.noisy_from is not None for turn in turns)
+
+
+def _clean_until(query: Query) -> int:
+    return query.end if query.noisy_from is None else query.noisy_from
 
 
 def _writes_now(row: Row) -> bool:

@@ -107,8 +107,10 @@ def _pieces(turn: Turn, offset: int, table: np.ndarray) -> list[Piece]:
     that draft see each other and all before them, the clean tokens there only what AR mode sees. A second network's
     canvas sees all of itself and of what is before it."""
     row, query = turn.row, turn.query
-    if query.noisy:
-        return [Piece(offset, len(query), query.start, query.end, query.end, table)]
+    if query.noisy_from is not None:
+        clean = query.noisy_from - query.start
+        canvas = Piece(offset + clean, len(query) - clean, query.noisy_from, query.end, query.end, table)
+        return [Piece(offset, clean, query.start, query.noisy_from, row.span, table), canvas] if clean else [canvas]
     if query.drafts:
         clean = query.keep - query.start
         masks = Piece(offset + clean, query.drafts, query.keep, query.end, query.end, table)
@@ -119,7 +121,7 @@ def _pieces(turn: Turn, offset: int, table: np.ndarray) -> list[Piece]:
 
 def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
     """(turn, read, position, column) of a turn's slots: verified ones and head, candidates, guess, drafts."""
-    shift = 0 if query.noisy else 1  # from a slot to the token whose logit predicts it
+    shift = 1 if query.noisy_from is None else 0  # from a slot to the token whose logit predicts it
     positions = [query.candidates]
     columns = [query.candidates - query.block_start]
     assert not len(query.candidates) or query.candidates[0] >= query.start + shift, "a slot's logit must be there"

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -73,9 +74,9 @@ class Query:
     last logit also guesses position `end`. assumed: the guess that stands at `keep` in the canvas.
     drafted, drafts (lossless mode): clean tokens before `keep` that this forward verifies; tokens that the canvas
     drafts, for the positions behind `keep`.
-    noisy: a canvas for the model's second network (TwoTower's denoiser): all of it sees all of it, each logit is of its
-    own position, drafts begin at `keep`. time: the masked share of such a canvas. reach: where a canvas ends that the
-    row may run behind this query in the same round, 0 for none.
+    noisy_from: from this position on the query is a canvas for the model's second network (TwoTower's denoiser): all of
+    it sees all of it, each logit is of its own position, drafts begin at `keep`. time: the masked share of such a
+    canvas. reach: where a canvas ends that the row may run behind this query in the same round, 0 for none.
     """
 
     phase: Phase
@@ -93,7 +94,7 @@ class Query:
     assumed: int | None = None
     drafted: int = 0
     drafts: int = 0
-    noisy: bool = False
+    noisy_from: int | None = None
     time: float = 0.0
     reach: int = 0
 
@@ -103,6 +104,11 @@ class Query:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+    @property
+    def noisy(self) -> bool:
+        """Whether all of it is the second network's."""
+        return self.noisy_from == self.start
 
 
 class Row:
@@ -120,6 +126,7 @@ class Row:
         self.request = request
         self.pages: list[int] = []
         self.keys: list[Key] = []  # of the pages that were published or found
+        self.states: dict[int, Any] = {}  # of recurrent layers, behind what is committed
         self.block_size, self.sub_block_size = _sizes(request, block_diffusion)
         self.prompt_length = len(request.prompt_ids)
         self.limit = self.prompt_length + request.max_tokens
@@ -382,8 +389,7 @@ class Row:
         self.encode_until = max(self.encode_until, self.committed)
         self.state[: self.committed] = DECIDED
         self.committed = 0
-        self.pages = []
-        self.keys = []
+        self.pages, self.keys, self.states = [], [], {}
 
     # ------------------------------------------------------------------------------------------- what the caller gets
     def take_delta(self) -> tuple[tuple[int, ...], str]:

@@ -24,9 +24,25 @@ from model.decoding.row import MASKED, Phase, Query, Reveal, Row
 
 
 class TowerRow(Row):
-    """Writes blocks: PREFILL and COMMIT are the context tower's, DENOISE the denoiser's. No commit decides a token."""
+    """Writes blocks: PREFILL and COMMIT are the context tower's, DENOISE the denoiser's. No commit decides a token.
+
+    together: both are one network (`denoiser: lora`), which runs a commit and the next block's first step in one
+    forward.
+    """
 
     heads = False
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        max_length: int,
+        block_diffusion: BlockDiffusionConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        together: bool = False,
+    ) -> None:
+        super().__init__(request, max_length, block_diffusion, tokenizer)
+        self._together = together and request.decode.fused != "off"
 
     def _block_at(self, position: int) -> int:
         return self.prompt_length + (position - self.prompt_length) // self.block_size * self.block_size
@@ -43,28 +59,32 @@ class TowerRow(Row):
         phase = self.phase
         assert phase is not Phase.DONE, "the row has finished"
         if phase is Phase.DENOISE:
-            return self._denoise()
+            return self._with_canvas(phase, self.committed)
         start = self.committed
         keep = self.block_end if phase is Phase.COMMIT else min(start + tokens, self.encode_until)
-        reach = 0 if keep < self.encode_until else min(keep + self.block_size, self.end)
+        follows = keep >= self.encode_until and keep < self.end
+        if follows and self._together:
+            return self._with_canvas(phase, keep)
+        reach = keep + self.block_size if follows else 0
         return Query(phase, start, keep, keep, self.tokens[start:keep], block_start=keep, reach=reach)
 
-    def _denoise(self) -> Query:
-        start, end = self.committed, self.block_end
-        masked = start + np.flatnonzero(self.state[start:end] == MASKED)
+    def _with_canvas(self, phase: Phase, begin: int) -> Query:
+        """The canvas at `begin`, and the clean tokens before it that are still to be read."""
+        end, taken = begin + self.block_size, 0 if phase is Phase.COMMIT else self.block_steps
+        masked = begin + np.flatnonzero(self.state[begin:end] == MASKED)
         steps = min(self.request.decode.steps or self.block_size, self.block_size)
         return Query(
-            Phase.DENOISE,
-            start,
-            start,
+            phase,
+            self.committed,
+            begin,
             end,
-            self._canvas(start, end),
+            np.concatenate([self.tokens[self.committed : begin], self._canvas(begin, end)]),
             candidates=masked,
-            block_start=start,
-            step=self.block_steps,
-            steps_left=max(1, steps - self.block_steps),
-            progress=self._progress(start, end),
-            noisy=True,
+            block_start=begin,
+            step=taken,
+            steps_left=max(1, steps - taken),
+            progress=self._progress(begin, end),
+            noisy_from=begin,
             time=len(masked) / self.block_size,
         )
 
@@ -105,7 +125,7 @@ class LosslessTowerRow(LosslessRow):
             ids,
             block_start=start + 1,
             drafts=self._room(start + 1),
-            noisy=True,
+            noisy_from=start,
             time=self._longest / len(ids),
         )
 

@@ -36,8 +36,14 @@ struct Call {
   int64_t reads;
   const void *const *keys, *const *values;  // a layer's storage each
   float* logits;                            // [reads, vocab]
+  // Null, or shift, scale and gate of every sublayer, two a layer: [2 * layers, times, 3, hidden up to whole GROUPs].
+  const float* modulation;
+  const int64_t* time_of;  // [tokens], which of the times a token has
+  int64_t times;
   int32_t cache_bf16, threads;
 };
+
+enum Part { SHIFT, SCALE, GATE };
 
 struct Model {
   Shape shape;
@@ -162,20 +168,33 @@ struct Forward {
     });
   }
 
-  // Norm of rows row_of(i), encoded as inputs i of a product over the hidden width.
+  const float* modulation(int sublayer, int64_t token, Part part) const {
+    return call.modulation + ((sublayer * call.times + call.time_of[token]) * 3 + part) * m.hidden_stride();
+  }
+
+  // normed = normed * (1 + scale) + shift, as the token's time says; both zero behind the hidden width.
+  void modulate(int sublayer, int64_t token, float* normed) const {
+    const float *shift = modulation(sublayer, token, SHIFT), *scale = modulation(sublayer, token, SCALE);
+    for (int64_t i = 0; i < m.hidden_stride(); i += LANES) {
+      store(normed + i, load(normed + i) * (load(scale + i) + 1.0f) + load(shift + i));
+    }
+  }
+
+  // Norm of rows row_of(i), encoded as inputs i of a product over the hidden width. sublayer -1: never modulated.
   template <class RowOf>
-  Encoded norm_rows(int64_t rows, const std::vector<float>& weight, RowOf row_of) {
+  Encoded norm_rows(int64_t rows, const std::vector<float>& weight, RowOf row_of, int sublayer = -1) {
     const Encoded out = inputs_of<Format>(m, m.shape.hidden);
     std::vector<float> normed(m.hidden_stride());
     team.each(rows, [&](int64_t i, int64_t) {
       rms_norm(hidden + row_of(i) * m.hidden_stride(), weight.data(), m.shape.hidden, m.shape.epsilon, normed.data());
+      if (call.modulation && sublayer >= 0) modulate(sublayer, row_of(i), normed.data());
       encode<Format>(normed.data(), m.shape.hidden, out, i);
     });
     return out;
   }
 
-  Encoded norm(const std::vector<float>& weight) {
-    return norm_rows(tokens, weight, [](int64_t i) { return i; });
+  Encoded norm(const std::vector<float>& weight, int sublayer) {
+    return norm_rows(tokens, weight, [](int64_t i) { return i; }, sublayer);
   }
 
   Encoded encode_rows(const float* from, int64_t stride, int width) {
@@ -184,16 +203,21 @@ struct Forward {
     return out;
   }
 
-  void add_product(const Linear& w, const Encoded& x) {
+  void add_product(const Linear& w, const Encoded& x, int sublayer) {
     multiply<Format>(team, w, x, tokens, [&](int64_t row, int64_t panel, Vec<float> low, Vec<float> high) {
       float* to = hidden + row * m.hidden_stride() + panel * COLUMNS;
+      if (call.modulation) {
+        const float* gate = modulation(sublayer, row, GATE) + panel * COLUMNS;
+        low *= load(gate);
+        high *= load(gate + LANES);
+      }
       store(to, load(to) + low);
       store(to + LANES, load(to + LANES) + high);
     });
   }
 
-  void mix_tokens(const Layer& layer, const Cache<Stored>& cache) {
-    const Encoded x = norm(layer.norm_in);
+  void mix_tokens(const Layer& layer, const Cache<Stored>& cache, int sublayer) {
+    const Encoded x = norm(layer.norm_in, sublayer);
     const int64_t stride = m.mixed_stride();
     multiply<Format>(team, layer.qkv, x, tokens, [&](int64_t row, int64_t panel, Vec<float> low, Vec<float> high) {
       store(mixed + row * stride + panel * COLUMNS, low);
@@ -204,15 +228,15 @@ struct Forward {
     });
     attend<Attention>(team, m.units, call.layout, m.heads(), cache, Rows<const float>{mixed, stride},
                       Rows<float>{attended, stride}, 1.0 / std::sqrt(double(m.shape.width)), layer.window, work);
-    add_product(layer.output, encode_rows(attended, stride, m.shape.heads * m.shape.width));
+    add_product(layer.output, encode_rows(attended, stride, m.shape.heads * m.shape.width), sublayer);
   }
 
-  void mix_channels(const Layer& layer) {
-    const Encoded x = norm(layer.norm_mid);
+  void mix_channels(const Layer& layer, int sublayer) {
+    const Encoded x = norm(layer.norm_mid, sublayer);
     multiply<Format>(team, layer.gate_up, x, tokens, [&](int64_t row, int64_t panel, Vec<float> gate, Vec<float> up) {
       store(inner + row * m.inner_stride() + panel * LANES, silu(gate) * up);
     });
-    add_product(layer.down, encode_rows(inner, m.inner_stride(), m.shape.inner));
+    add_product(layer.down, encode_rows(inner, m.inner_stride(), m.shape.inner), sublayer);
   }
 
   void write_logits() {
@@ -235,8 +259,8 @@ struct Forward {
     start();
     for (size_t i = 0; i < m.layers.size(); ++i) {
       const Cache<Stored> cache{static_cast<const Stored*>(call.keys[i]), static_cast<const Stored*>(call.values[i])};
-      mix_tokens(m.layers[i], cache);
-      mix_channels(m.layers[i]);
+      mix_tokens(m.layers[i], cache, int(2 * i));
+      mix_channels(m.layers[i], int(2 * i + 1));
     }
     write_logits();
   }

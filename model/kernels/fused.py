@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
 
@@ -23,16 +23,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from model.attention import NAME as ATTENTION
+from model.errors import UserError
 from model.kernels.build import load_kernels
 from model.kernels.paged_attention import Layout, make_layout, raise_for_status
 from model.kernels.recognise import LayerTensors, bias_of, layer_tensors, plain, sliding_window, why_not
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+WEIGHTS = ("model", "int8")
+FORMAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 PROBES, PROBE_TOKENS = 4, 16
+HIDDEN_GROUP = 32  # as GROUP in C++
+GATE = 2  # after shift and scale
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}  # median over tokens of error norm over logit norm
 
 log = logging.getLogger(__name__)
+Modulate = Callable[[Tensor | None], None]
 
 
 class _Shape(ctypes.Structure):
@@ -66,14 +72,38 @@ class _Call(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("logits", c_void_p),
+        ("modulation", c_void_p),
+        ("time_of", c_void_p),
+        ("times", c_int64),
         ("cache_bf16", c_int32),
         ("threads", c_int32),
     )
 
 
 @dataclass(frozen=True)
+class TimeVectors:
+    """Shift, scale and gate of every sublayer at M times (TwoTower's denoiser, `model.two_tower.modulation`).
+
+    table: float32 [2 * layers, M, 3, hidden], a layer's attention before its MLP; `padded` makes it.
+    """
+
+    table: Tensor
+
+    @classmethod
+    def padded(cls, vectors: Tensor) -> TimeVectors:
+        """From vectors of any float dtype; behind the hidden width come zeros, up to whole groups."""
+        short = -vectors.shape[-1] % HIDDEN_GROUP
+        return cls(torch.nn.functional.pad(vectors.detach().float(), (0, short)).contiguous())
+
+    @property
+    def times(self) -> int:
+        return self.table.shape[1]
+
+
+@dataclass(frozen=True)
 class _Sizes:
     layers: int
+    hidden: int
     key_heads: int
     width: int
     vocab: int
@@ -89,7 +119,11 @@ class FusedForward:
         attention = model.model.layers[0].self_attn
         config = model.config
         self._sizes = _Sizes(
-            len(model.model.layers), config.num_key_value_heads, attention.head_dim, self._embedding.shape[0]
+            len(model.model.layers),
+            config.hidden_size,
+            config.num_key_value_heads,
+            attention.head_dim,
+            self._embedding.shape[0],
         )
         rotary = model.model.rotary_emb
         frequency = plain(rotary.inv_freq)
@@ -122,20 +156,24 @@ class FusedForward:
         return self._sizes.layers, self._sizes.key_heads, self._sizes.width
 
     @classmethod
-    def build(cls, model: PreTrainedModel, weights: str = "float32") -> FusedForward | None:
+    def build(
+        cls, model: PreTrainedModel, weights: str = "float32", modulate: Modulate | None = None
+    ) -> FusedForward | None:
         """The fused forward of `model`, or None with a logged reason: no compiler, or a model that it does not know.
 
         weights: "float32", "bfloat16" or "int8". The result was compared with the model on a short random sequence.
+        modulate: sets the vectors [sublayers, 1, 3, hidden] of the model's next forwards, where hooks in it read them;
+        then the comparison was made with such vectors.
         """
         if weights not in FORMATS:
             raise ValueError(f"weights must be one of {', '.join(FORMATS)}, not {weights!r}")
         library = load_kernels()
         if library is None:
             return None
-        reason = why_not(model)
+        reason = why_not(model, hooked=modulate is not None)
         if reason is None:
             fused = cls(library, model, weights)
-            reason = fused._why_not_equal(model)
+            reason = fused._why_not_equal(model, modulate)
             if reason is None:
                 return fused
         log.warning("The fused forward does not take this model: %s. Decoding stays on PyTorch.", reason)
@@ -152,12 +190,14 @@ class FusedForward:
         key_cache: Sequence[Tensor],
         value_cache: Sequence[Tensor],
         read: Tensor,
+        modulation: tuple[TimeVectors, Tensor] | None = None,
     ) -> Tensor:
         """Logits float32 [N, V] of the packed tokens `read` int64 [N]; their keys and values are written to the cache.
 
         ids, positions: int64 [1, T], of which the first `tokens` are real and the rest padding, which is not run.
         where: int64 [tokens], storage slots. key_cache, value_cache: a tensor [S, Hkv, D] a layer, float32 or bfloat16.
         pieces, page_table, page_size: see `model.kernels.paged_attention`.
+        modulation: vectors, and which of their times each token has, int64 [tokens].
         Raises IndexError where an id, slot, page or read index is out of range, ValueError for shapes that do not fit.
         """
         tokens, count = where.numel(), read.numel()
@@ -170,6 +210,7 @@ class FusedForward:
             given = ", ".join(f"{t.dtype} on {t.device}" for t in (ids, positions, read))
             raise ValueError(f"ids, positions and read must be int64 on the CPU, not {given}")
         logits = torch.empty((count, self._sizes.vocab), dtype=torch.float32)
+        vectors, time_of = self._checked(modulation, tokens)
         call = _Call(
             layout=layout,
             ids=ids.data_ptr(),
@@ -179,11 +220,28 @@ class FusedForward:
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
             logits=logits.data_ptr(),
+            modulation=None if vectors is None else vectors.table.data_ptr(),
+            time_of=None if time_of is None else time_of.data_ptr(),
+            times=0 if vectors is None else vectors.times,
             cache_bf16=int(key_cache[0].dtype == torch.bfloat16),
             threads=torch.get_num_threads(),
         )
         raise_for_status(self._library.blockcast_forward(c_void_p(self._model), ctypes.byref(call)))
         return logits
+
+    def _checked(
+        self, modulation: tuple[TimeVectors, Tensor] | None, tokens: int
+    ) -> tuple[TimeVectors | None, Tensor | None]:
+        if modulation is None:
+            return None, None
+        vectors, time_of = modulation
+        wide = -(-self._sizes.hidden // HIDDEN_GROUP) * HIDDEN_GROUP
+        expected = (2 * self._sizes.layers, vectors.times, 3, wide)
+        if vectors.table.shape != expected or not vectors.table.is_contiguous():
+            raise ValueError(f"time vectors are {list(vectors.table.shape)}, expected {list(expected)}")
+        if time_of.dtype != torch.int64 or time_of.numel() != tokens or not time_of.is_contiguous():
+            raise ValueError(f"{tokens} tokens need as many times, int64, not {time_of.dtype} {list(time_of.shape)}")
+        return vectors, time_of
 
     def _cache_pointers(
         self, key_cache: Sequence[Tensor], value_cache: Sequence[Tensor]
@@ -219,7 +277,7 @@ class FusedForward:
         addresses = [c_void_p(None if t is None else t.data_ptr()) for t in (norm, head, bias)]
         raise_for_status(self._library.blockcast_model_set_head(c_void_p(self._model), *addresses))
 
-    def _why_not_equal(self, model: PreTrainedModel) -> str | None:
+    def _why_not_equal(self, model: PreTrainedModel, modulate: Modulate | None) -> str | None:
         """Compare with the model itself on short random sequences; why it differs, or None.
 
         The median token decides: a variant we do not know is wrong everywhere, while on random text bfloat16 itself
@@ -227,29 +285,55 @@ class FusedForward:
         """
         generator = torch.Generator().manual_seed(0)
         probes = torch.randint(0, self._sizes.vocab, (PROBES, 1, PROBE_TOKENS), generator=generator)
-        error = float(torch.cat([self._errors(model, ids) for ids in probes]).median())
+        vectors = None
+        if modulate is not None:
+            vectors = 0.1 * torch.randn((2 * self._sizes.layers, 1, 3, self._sizes.hidden), generator=generator)
+            vectors[:, :, GATE] += 1.0
+            modulate(vectors)
+        error = float(torch.cat([self._errors(model, ids, vectors) for ids in probes]).median())
+        if modulate is not None:
+            modulate(None)
         rough = self.weights if model.dtype == torch.float32 or self.weights == "int8" else "bfloat16"
         return None if error <= TOLERANCE[rough] else f"its logits differ from the fused ones by {error:.2g}"
 
-    def _errors(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+    def _errors(self, model: PreTrainedModel, ids: Tensor, vectors: Tensor | None) -> Tensor:
         """Relative error [T] of each token's logits, ids [1, T]."""
         positions = torch.arange(PROBE_TOKENS)[None]
         plan = {"attention_plan": _CausalPlan()} if model.config._attn_implementation == ATTENTION else {}
         with torch.inference_mode():
             expected = model(input_ids=ids, position_ids=positions, use_cache=False, **plan).logits[0].float()
-        return (self._run_alone(ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return (self._run_alone(ids, vectors) - expected).norm(dim=-1) / expected.norm(dim=-1)
 
-    def _run_alone(self, ids: Tensor) -> Tensor:
+    def _run_alone(self, ids: Tensor, vectors: Tensor | None) -> Tensor:
         """Logits [T, V] of one causal sequence over a cache of its own."""
         count = ids.shape[1]
         shape = (count, self._sizes.key_heads, self._sizes.width)
         keys, values = ([torch.zeros(shape) for _ in range(self._sizes.layers)] for _ in range(2))
         every, pieces = torch.arange(count), torch.tensor([[0, count, 0, count, 1, 0]])
-        return self(ids, every[None], pieces, torch.zeros(1, dtype=torch.int64), count, every, keys, values, every)
+        modulation = None if vectors is None else (TimeVectors.padded(vectors), torch.zeros_like(every))
+        pages = torch.zeros(1, dtype=torch.int64)
+        return self(ids, every[None], pieces, pages, count, every, keys, values, every, modulation)
 
     def __del__(self) -> None:
         if getattr(self, "_model", None) is not None:
             self._library.blockcast_model_free(c_void_p(self._model))
+
+
+def fused_forward(model: PreTrainedModel, weights: str, modulate: Modulate | None = None) -> FusedForward | None:
+    """Our forward for the model on CPU, where it knows the architecture. Raises UserError for int8 without it.
+
+    weights: "model" for the model's own format, or "int8". modulate: see `FusedForward.build`.
+    """
+    if weights not in WEIGHTS:
+        raise UserError(f"engine.weights must be one of {', '.join(WEIGHTS)}, not {weights!r}.")
+    name = FORMAT_NAMES.get(model.dtype) if weights == "model" else weights
+    fused = FusedForward.build(model, name, modulate) if name is not None and model.device.type == "cpu" else None
+    if fused is None and weights != "model":
+        raise UserError(
+            f"engine.weights {weights} needs the C++ forward, which does not run here (a CPU, g++ and a Llama-shaped "
+            "model are needed; the log says what lacks): use engine.weights model."
+        )
+    return fused
 
 
 class _CausalPlan:

@@ -131,7 +131,8 @@ int blockcast_forward(void* model, const Call* call) {
     const std::lock_guard<std::mutex> held(m->lock);
     if (!make_units(layout, m->shape.key_heads, call->threads, m->units) ||
         !all_within(call->ids, layout.tokens, m->shape.vocab) ||
-        !all_within(layout.where, layout.tokens, layout.slots) || !all_within(call->read, call->reads, layout.tokens)) {
+        !all_within(layout.where, layout.tokens, layout.slots) ||
+        (call->modulation && !all_within(call->time_of, layout.tokens, call->times)) || !all_within(call->read, call->reads, layout.tokens)) {
       return OUT_OF_RANGE;
     }
     m->reserve(std::max(layout.tokens, call->reads));

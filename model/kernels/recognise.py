@@ -25,8 +25,8 @@ PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "Mode
 INNER_PACK = 16  # rows of gate and of up that stand together in a panel
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why the fused forward does not know this model, or None where it does."""
+def why_not(model: PreTrainedModel, *, hooked: bool = False) -> str | None:
+    """Why the fused forward does not know this model, or None where it does. hooked: its hooks are known."""
     if type(model) not in FAMILIES:
         return f"{type(model).__name__} is not one of {', '.join(f.__name__ for f in FAMILIES)}"
     config = model.config
@@ -37,7 +37,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     strange = Counter(type(m).__name__ for m in model.modules() if not _known(m, model, family))
     problems = (
         (bool(strange), f"it contains {', '.join(strange)}"),
-        (any(_has_hooks(m) for m in model.modules()), "its modules have hooks"),
+        (not hooked and any(_has_hooks(m) for m in model.modules()), "its modules have hooks"),
         (any(p.device.type != "cpu" for p in model.parameters()), "it is not on the CPU"),
         (first.dtype not in (torch.float32, torch.bfloat16), f"its weights are {first.dtype}"),
         (any(p.dtype != first.dtype for p in model.parameters()), "its weights are of several dtypes"),

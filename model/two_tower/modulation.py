@@ -92,6 +92,10 @@ class Modulation:
         """The times of the next forward, see `TimeConditioning`; None switches the hooks off."""
         self.vectors, self.index = vectors, index
 
+    def set_all(self, vectors: Tensor | None) -> None:
+        """One time, [sublayers, 1, 3, H], for all rows of the next forwards; None switches the hooks off."""
+        self.set(vectors, None if vectors is None else torch.zeros(1, dtype=torch.long, device=vectors.device))
+
     def _hook(self, number: int, sublayer: Sublayer) -> None:
         def before_branch(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.vectors is None:

@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor
 
 from model.attention import CappingPlan
-from model.decoding.packing import Packed
-from model.errors import UserError
+from model.decoding.packing import ROUND_TO, Packed
+from model.kernels.fused import FusedForward, TimeVectors, fused_forward
 from model.packed_linear import can_pack, pack_linears
-from model.two_tower.canvas import denoise
+from model.two_tower.canvas import denoise, extra_rows
 from model.two_tower.reader import Across, Capping
-from model.two_tower.towers import TwoTower
+from model.two_tower.recurrent import States, join_states
+from model.two_tower.towers import Denoiser, TwoTower
+
+
+@runtime_checkable
+class Mixing(Protocol):
+    """A denoiser that is the context tower's own network: clean and noisy tokens may share a forward."""
+
+    def mixed(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        noisy: Tensor,
+        times: Tensor,
+        time_index: Tensor,
+        plan: CappingPlan,
+        cache: None,
+        keep: Tensor,
+    ) -> Tensor:
+        """Logits [M, V] where `keep`, bool [R, n]; noisy bool [R, n], times [T], time_index int64 [R, n]: which of them
+        a noisy token has."""
+        ...
 
 
 class DenoiserWriter:
-    """`model.writer.BlockWriter` of a TwoTower model.
-
-    Raises UserError for towers whose layers carry states from token to token: the engine's pages hold none.
-    """
+    """`model.writer.BlockWriter` of a TwoTower model. Recurrent layers start from the states that the rows hold."""
 
     def __init__(self, towers: TwoTower) -> None:
         self.towers = towers
         self._denoiser = towers.writer()
-        self._storage: dict[int, int] = {}  # see `Capping`
-        if towers.context.recurrent or self._denoiser.recurrent:
-            raise UserError(
-                f"{type(towers.context.causal_lm).__name__} has recurrent layers, whose states the engine does not "
-                "keep: decode it with model.two_tower.decoding (write_blocks, write_tokens, write_lossless)."
-            )
+        self.storage: dict[int, int] = {}  # by decoder layer: its place in the pages, see `Capping`
+        self._fused: FusedForward | None = None
+        self._vectors: TimeVectors | None = None
 
     @property
     def vocab_size(self) -> int:
         return self._denoiser.vocab_size
 
-    def prepare(self, *, weights: str, kernels: bool) -> None:
-        """The denoiser runs in PyTorch, its linear layers packed where the model's own would be."""
-        if can_pack(self._denoiser.causal_lm):
-            pack_linears(self._denoiser.causal_lm)
+    @property
+    def together(self) -> bool:
+        return isinstance(self._denoiser, Mixing) and not self._denoiser.recurrent
 
-    def __call__(self, packed: Packed, times: Tensor) -> Tensor:
+    def prepare(self, *, weights: str, kernels: bool) -> None:
+        """The C++ forward where it knows the denoiser, else PyTorch with packed linear layers, as for the model."""
+        causal_lm, modulation = self._denoiser.causal_lm, self._denoiser.modulation
+        plain = type(self._denoiser) is Denoiser and modulation.order == "norm_first"
+        if plain and (kernels or weights == "int8"):
+            self._fused = fused_forward(causal_lm, weights, modulation.set_all)
+        if self._fused is not None:
+            size = self.towers.config.block_size
+            with torch.inference_mode():  # of every share of a canvas that can be masked
+                self._vectors = TimeVectors.padded(self._denoiser.time(torch.arange(1, size + 1).double() / size))
+        elif not self._denoiser.recurrent and can_pack(causal_lm):
+            pack_linears(causal_lm)
+
+    def __call__(self, packed: Packed, times: Tensor, states: Sequence[States]) -> Tensor:
+        if self._fused is not None:
+            return self._run_fused(self._fused, packed, times)
         rows, size = len(times), self.towers.config.block_size
         ids, positions = (x[0, : rows * size].view(rows, size) for x in (packed.ids, packed.positions))
-        plan: CappingPlan = Capping(packed.plan, self._storage)
+        plan: CappingPlan = Capping(packed.plan, self.storage)
         home = packed.plan.cache.device
         if self._denoiser.device != home:
             plan = Across(plan, home)
-        logits = denoise(self._denoiser, ids, positions, times, plan, {})
+        seeds = join_states([*states, *[states[0]] * extra_rows(rows, size)])
+        logits = denoise(self._denoiser, ids, positions, times, plan, seeds)
         read = torch.from_numpy(packed.slots.read).to(logits.device)
         return logits.flatten(0, 1)[read].to(home)
+
+    def mixed(self, packed: Packed, times: Tensor, time_of: Tensor) -> Tensor:
+        assert isinstance(self._denoiser, Mixing), "two networks have a forward each"
+        tokens, home = packed.ids.shape[1], packed.plan.cache.device
+        which = torch.full((1, tokens), -1)
+        which[0, : len(time_of)] = time_of
+        keep = torch.zeros(tokens, dtype=torch.bool)
+        keep[packed.read] = True
+        short = -int(keep.sum()) % ROUND_TO
+        keep[(~keep).nonzero()[:short, 0]] = True  # the head's products round alike for every multiple
+        place = keep.cumsum(0) - 1
+        plan = Capping(packed.plan, self.storage)
+        logits = self._denoiser.mixed(
+            packed.ids, packed.positions, which >= 0, times, which.clamp(min=0), plan, None, keep[None]
+        )
+        return logits[place[torch.from_numpy(packed.slots.read)]].to(home)
+
+    def _run_fused(self, fused: FusedForward, packed: Packed, times: Tensor) -> Tensor:
+        assert self._vectors is not None, "made with the fused forward"
+        size, cache = self.towers.config.block_size, packed.plan.cache
+        pieces, tables = packed.plan.descriptors
+        time_of = ((times * size).round().long() - 1).repeat_interleave(size)
+        return fused(
+            packed.ids,
+            packed.positions,
+            pieces,
+            tables,
+            cache.page_size,
+            packed.plan.where,
+            cache.keys,
+            cache.values,
+            packed.read[: len(packed.slots.read)],
+            (self._vectors, time_of),
+        )

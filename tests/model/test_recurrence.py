@@ -94,5 +94,5 @@ def test_the_held_out_loss_does_not_depend_on_how_rows_are_grouped() -> None:
 
 def test_the_engine_refuses_to_forget_states(tmp_path: Path) -> None:
     backbone = load_backbone(write_hybrid(tmp_path / "hybrid"))
-    with pytest.raises(UserError, match=r"has recurrent layers, whose states the engine does not keep.*write_tokens"):
+    with pytest.raises(UserError, match=r"has recurrent layers, whose states the pages do not hold.*load_model"):
         Decoder(backbone, rows=1)

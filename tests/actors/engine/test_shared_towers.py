@@ -16,6 +16,7 @@ from model.loading import load_model, model_revision
 from model.two_tower.adapter import default_settings
 from model.two_tower.folder import load_two_tower
 from tests.actors.engine.test_two_tower import plainly, requests
+from tests.decoding import make_request, prompt_of
 from tests.towers import build_tower_folder
 
 
@@ -42,6 +43,19 @@ def test_every_mode_writes_what_the_plain_loops_write(
     results = {result.id: result.token_ids for result in generate_all(engine, requests())}
     assert results == expected
     assert engine.stats().pages_used == 0
+
+
+def test_clean_tokens_and_canvases_share_a_forward(folder: Path) -> None:
+    """The prompt and the first step, a commit and the next block's first step: one forward each, of one network."""
+    seen = {}
+    for fused in ("speculative", "off"):
+        engine = Engine(load_model(folder), EngineConfig(max_length=96))
+        request = make_request("r", prompt_of(11), 24, policy="budgeted", steps=2, fused=fused)
+        (result,) = generate_all(engine, [request])
+        seen[fused] = engine.stats().rounds, result.forwards, result.token_ids
+    assert seen["speculative"][:2] == (6, {"prefill": 0, "denoise": 6, "commit": 0})
+    assert seen["off"][:2] == (9, {"prefill": 1, "denoise": 6, "commit": 2})
+    assert seen["speculative"][2] == seen["off"][2]
 
 
 def test_ar_and_greedy_lossless_rows_write_what_the_base_model_writes(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from actors.engine.events import Canvas, Delta, Event, Finished
 from actors.engine.loop import Engine, EngineConfig
@@ -20,6 +19,7 @@ from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
 from model.decoding.tower_rows import LosslessTowerRow
 from model.errors import UserError
+from model.kernels.paged_attention import available
 from model.loading import load_model
 from model.two_tower.decoding import TowerRequest, write_blocks, write_tokens
 from model.two_tower.folder import TwoTowerModel, load_two_tower
@@ -95,6 +95,8 @@ def test_every_mode_writes_what_the_plain_loops_write(
     engine = Engine(load_model(tower_folder), EngineConfig(max_length=96, **config))
     results = {result.id: result for result in generate_all(engine, requests())}
     assert {name: result.token_ids for name, result in results.items()} == expected
+    fused = getattr(engine.decoder.writer, "_fused", None)
+    assert (engine.decoder.fused is not None) == (fused is not None) == config.get("kernels", available())
     stats = engine.stats()
     assert stats.pages_used == 0 and (stats.preemptions > 0) == ("pages" in config)
     counted = {phase: sum(result.forwards[phase] for result in results.values()) for phase in stats.forwards}
@@ -177,6 +179,7 @@ def test_streams_tell_every_token_once_and_canvases_the_denoiser_s_blocks(backbo
 def test_all_modes_find_each_other_s_prefixes_and_go_on_where_another_engine_stopped(backbone: Backbone) -> None:
     engine, prompt = Engine(backbone), prompt_of(4 * BLOCK)
     modes: list[dict[str, Any]] = [{"policy": "budgeted"}, {"mode": "ar"}, {"mode": "lossless"}, {"policy": "budgeted"}]
+    assert len(set(engine.decoder.salts().values())) == 1
     results = []
     for i, kind in enumerate(modes):
         results += generate_all(engine, [make_request(str(i), prompt, 20, fused="speculative", **kind)])
@@ -278,11 +281,3 @@ def test_over_http_blocks_are_refused_where_the_denoiser_is_absent(tower_folder:
     told, refused = asyncio.run(talk())
     assert told.status_code == 200 and told.json()["usage"]["completion_tokens"] == 4
     assert refused.status_code == 400 and "TwoTower folder with a denoiser" in refused.json()["error"]["message"]
-
-
-def test_recurrent_towers_are_refused_in_one_sentence(tower_folder: Path) -> None:
-    from model.two_tower.writer import DenoiserWriter
-    from tests.towers import tiny_towers
-
-    with pytest.raises(UserError, match=r"NemotronHForCausalLM has recurrent layers.*write_blocks"):
-        DenoiserWriter(tiny_towers("nemotron_h", torch.float32))

@@ -19,9 +19,11 @@ from model.two_tower.training import (
     read_context,
     token_losses,
 )
+from tests.packed import counting_rows
 from tests.towers import (
     BLOCK,
     MASK,
+    VOCAB,
     by_decoding,
     chat_corruption,
     chat_rows,
@@ -67,6 +69,21 @@ def test_prompts_are_never_noised_and_targets_stand_at_their_own_position() -> N
             elif batch.noisy_ids[n, s] != MASK:
                 assert batch.noisy_ids[n, s] == rows.input_ids[row, place]
     assert batch.masked.any(1).all()  # a block without a masked token is left out
+
+
+@pytest.mark.parametrize("document_rows", [False, True])
+def test_padding_never_reaches_the_context_tower_which_need_not_know_a_mask(document_rows: bool) -> None:
+    rows = counting_rows(12, mask_token_id=VOCAB)  # a token that only the denoiser has
+    maker = TwoTowerObjective(BLOCK, VOCAB, 0, document_rows)
+    batch = maker.batch(rows, range(12), 0)
+    read = batch.context_documents != -1
+    assert bool((batch.context_ids < VOCAB).all()) and bool((batch.noisy_ids == VOCAB).any())
+    # what is read is all that some block may see: a document up to its last block
+    last = torch.zeros(int(batch.block_document.max()) + 1).scatter_reduce(
+        0, batch.block_document, batch.block_start.float(), "amax"
+    )
+    assert int(read.sum()) == int(last.sum())
+    assert int(maker.lengths(rows).sum()) >= int(last.sum()) + batch.noisy_ids.numel()
 
 
 def test_time_is_drawn_per_document_and_masks_with_that_probability() -> None:

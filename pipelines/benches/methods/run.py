@@ -3,7 +3,8 @@
 The contenders, every model in AR mode, writing blocks and in lossless mode, answer the same held-out tasks in turns, in
 one process (`pipelines.assessment.measuring`). tokens/s are those of all of a contender's turns; a ratio is the median
 over turns of the ratio within a turn. `equal to its AR`: answers that are, token for token, those of the same model in
-AR mode, which in lossless mode must be all.
+AR mode, which in lossless mode must be all. `per forward` are tokens per denoising or commit forward; `forward ms` is
+all of a contender's time over their number, prompts and choices included.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def _line(
         "tokens/s": mine.tokens_per_second,
         "over control": speed_ratio(turns[contender.label], turns[CONTROL_AR]),
         "over its AR": speed_ratio(turns[contender.label], turns[own]),
-        "tokens per forward": mine.tokens_per_forward,
+        "per forward": mine.tokens_per_forward,
+        "forward ms": 1000 * mine.seconds / max(1, mine.forwards),
         "equal to its AR": share_equal(turns[contender.label], turns[own]),
         "loaded MiB": None if memory is None else memory.loaded / MIB,
         "peak MiB": None if memory is None else memory.peak / MIB,

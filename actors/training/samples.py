@@ -7,7 +7,7 @@ control), and bounded by the number of prompts and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,14 @@ from model.config import DecodeConfig
 from model.corruption import IGNORED
 from model.decoding import GenerationRequest, GenerationResult
 from model.layout import RowBatch
-from model.two_tower.decoding import TowerRequest, write_blocks
+from model.recurrence import is_recurrent
+from model.two_tower.config import TwoTowerConfig
+from model.two_tower.decoding import TowerAnswer, TowerRequest, write_blocks, write_tokens
 from model.two_tower.folder import TwoTowerModel
+from model.two_tower.towers import ContextTower, TwoTower
+
+PAGE_SIZE = 16  # tokens in a page, for a network without blocks
+Write = Callable[[TwoTower, Sequence[TowerRequest]], list[TowerAnswer]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ def write_samples(
     Returns {"sample", "prompt", "text", "reference", "token_ids", "finish_reason", "tokens_per_forward"} for each.
     """
     whole = replace(backbone, model=decodable(backbone.model, weights))
+    if is_recurrent(whole.model):  # the engine keeps no states
+        towers = TwoTower(ContextTower(whole.model), None, TwoTowerConfig(PAGE_SIZE, 0))
+        return _tower_lines(TwoTowerModel(towers, whole), prompts, max_tokens, write_tokens)
     length = _room(backbone, max(len(one.prompt) for one in prompts) + max_tokens)
     engine = Engine(whole, EngineConfig(max_rows=len(prompts), max_length=length, prefix_cache=False, kernels=False))
     decode = DecodeConfig(mode="ar" if backbone.block_diffusion is None else "diffusion")
@@ -78,10 +87,16 @@ def write_samples(
 
 def write_two_tower_samples(model: TwoTowerModel, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
     """The same lines from two towers that are whole, by Algorithm 1. Greedy, with the default policy."""
+    return _tower_lines(model, prompts, max_tokens, write_blocks)
+
+
+def _tower_lines(
+    model: TwoTowerModel, prompts: Sequence[Prompt], max_tokens: int, write: Write
+) -> list[dict[str, Any]]:
     stops = model.context.stop_token_ids
     requests = [TowerRequest(one.prompt, max_tokens, stop_token_ids=stops) for one in prompts]
     with torch.no_grad():
-        answers = write_blocks(model.towers, requests)
+        answers = write(model.towers, requests)
     lines = []
     for number, (one, answer) in enumerate(zip(prompts, answers, strict=True)):
         forwards = answer.forwards["denoise"] + answer.forwards["commit"]

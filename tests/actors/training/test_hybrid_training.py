@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from actors.training.samples import Prompt, write_samples
 from model.backbone import load_backbone
+from model.recurrence import unclamp_time_steps
 from tests.actors.training.test_trainer import plain_steps, told
 from tests.hybrid import write_hybrid
 from tests.training_runs import TrainingRun, adapt, arguments
@@ -44,3 +47,16 @@ def test_the_written_model_has_the_routers_bias(trained: TrainingRun, hybrid: Pa
     biases = [name for name in before if "e_score_correction_bias" in name]
     assert biases
     assert all(torch.equal(before[name], after[name]) and before[name].any() for name in biases)
+
+
+def test_its_samples_are_those_of_a_forward_over_the_whole_text_for_every_token(hybrid: Path) -> None:
+    backbone = load_backbone(hybrid)
+    weights = {name: p.detach().clone() for name, p in backbone.model.named_parameters()}
+    lines = write_samples(backbone, weights, [Prompt((20, 21, 22), (23,)), Prompt((40, 41), (42,))], 5)
+    plain = AutoModelForCausalLM.from_pretrained(hybrid, attn_implementation="eager", experts_implementation="eager")
+    unclamp_time_steps(plain)
+    for line, prompt in zip(lines, ([20, 21, 22], [40, 41]), strict=True):
+        ids = list(prompt)
+        for _ in line["token_ids"]:
+            ids.append(int(plain(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert ids[len(prompt) :] == line["token_ids"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from model.attention import AttentionPlan, CappingPlan, StreamPlan
 from model.errors import UserError
@@ -24,15 +24,6 @@ MARKS = ("conv_kernel_size", "conv1d", "conv_1d")  # what mixers with a state ca
 def is_recurrent(causal_lm: PreTrainedModel) -> bool:
     """Whether any layer carries a state from token to token."""
     return any(hasattr(module, mark) for module in causal_lm.modules() for mark in MARKS)
-
-
-def describes_recurrent(config: PreTrainedConfig) -> bool:
-    """The same of a network that is only described. Raises UserError for one that transformers cannot build."""
-    try:
-        with torch.device("meta"):
-            return is_recurrent(AutoModelForCausalLM.from_config(config))
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{type(config).__name__} describes no causal language model: {error}") from error
 
 
 def unclamp_time_steps(causal_lm: PreTrainedModel) -> None:

@@ -2,9 +2,8 @@
 
 The questions are cut into rounds. In a round every contender answers the same questions, the order turning by one from
 round to round; a contender's seconds are those of its own turns. Before its first turn it answers one question that is
-not counted (warm-up). All models are in memory at once, each with one engine for all its contenders; models with
-recurrent layers, which the engine does not run, with plain loops. Seconds hold prefill, decoding and sampling; not
-tokenization of the prompts, nor (in the engine) anything behind a stop token, which is never run.
+not counted (warm-up). All models are in memory at once, each with one engine for all its contenders. Seconds hold
+prefill, decoding and sampling; not tokenization of the prompts, nor anything behind a stop token, which is never run.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from actors.answers import answer_of
 from actors.engine.loop import Engine, EngineConfig
 from actors.engine.together import generate_all
 from actors.protocol.card import ModelCard, model_card
 from model.backbone import DTYPES, Backbone
-from model.decoding import GenerationRequest, GenerationResult
+from model.decoding import GenerationRequest
 from model.loading import load_model
 from pipelines.assessment.contenders import AR, Contender, Subject
 from pipelines.assessment.journal import Journal, Key
-from pipelines.assessment.plain_loops import has_recurrent_layers, load_plain_loops
 from pipelines.assessment.questions import Question, make_requests
 from pipelines.jobkit import Progress
 
@@ -82,8 +80,8 @@ def make_players(
     contenders: Sequence[Contender], questions: Sequence[Question], settings: Settings
 ) -> dict[str, Player]:
     """The contenders by label, with their models loaded, each once. Raises UserError for what cannot be asked."""
-    runners = {subject: _load(subject, questions, settings) for subject in dict.fromkeys(c.subject for c in contenders)}
-    return {c.label: _player(c, *runners[c.subject], questions, settings) for c in contenders}
+    engines = {subject: _load(subject, questions, settings) for subject in dict.fromkeys(c.subject for c in contenders)}
+    return {c.label: _player(c, *engines[c.subject], questions, settings) for c in contenders}
 
 
 def _order(contenders: Sequence[Contender], number: int) -> list[Contender]:
@@ -91,36 +89,11 @@ def _order(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return [*contenders[first:], *contenders[:first]]
 
 
-class Runner(Protocol):
-    """What decodes: the engine, or the plain loops of models that it does not run."""
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raises UserError for a request that can never run."""
-        ...
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The answers, in the order asked."""
-        ...
-
-
-@dataclass
-class EngineRunner:
-    """An engine without a thread of its own."""
-
-    engine: Engine
-
-    def check(self, request: GenerationRequest) -> None:
-        self.engine.decoder.check(request)
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        return generate_all(self.engine, requests)
-
-
 @dataclass
 class Player:
-    """A contender at work: what decodes its model, and its requests by question id."""
+    """A contender at work: the engine of its model, and its requests by question id."""
 
-    runner: Runner
+    engine: Engine
     requests: dict[str, GenerationRequest]
     warm: bool = False
 
@@ -130,7 +103,7 @@ class Player:
         if not self.warm:
             self._warm_up(requests[0])
         started = time.perf_counter()
-        results = self.runner.generate(requests)
+        results = generate_all(self.engine, requests)
         seconds = time.perf_counter() - started
         answers = [
             {**answer_of(result), "kind": question.kind, "correct": question.judge(result.text)}
@@ -140,26 +113,21 @@ class Player:
 
     def _warm_up(self, request: GenerationRequest) -> None:
         short = replace(request, id="warm-up", max_tokens=min(request.max_tokens, WARM_UP_TOKENS))
-        self.runner.generate([short])
+        generate_all(self.engine, [short])
         self.warm = True
 
 
 def _player(
-    contender: Contender, card: ModelCard, runner: Runner, questions: Sequence[Question], settings: Settings
+    contender: Contender, card: ModelCard, engine: Engine, questions: Sequence[Question], settings: Settings
 ) -> Player:
     requests = make_requests(questions, card, contender.decode, settings.seed)
     for request in requests:
-        runner.check(request)
-    return Player(runner, {request.id: request for request in requests})
+        engine.decoder.check(request)
+    return Player(engine, {request.id: request for request in requests})
 
 
-def _load(subject: Subject, questions: Sequence[Question], settings: Settings) -> tuple[ModelCard, Runner]:
-    """The model with an engine whose rows are as long as the longest question and answer; or with its plain loops."""
-    if has_recurrent_layers(subject.source):
-        backbone, loops = load_plain_loops(
-            subject.source, settings.max_rows, dtype=DTYPES[settings.dtype], device=settings.device
-        )
-        return model_card(backbone, name=subject.name), loops
+def _load(subject: Subject, questions: Sequence[Question], settings: Settings) -> tuple[ModelCard, Engine]:
+    """The model with an engine whose rows are as long as the longest question and answer."""
     backbone = load_model(subject.source, dtype=DTYPES[settings.dtype], device=settings.device, mode="ar")
     card = model_card(backbone, name=subject.name)
     longest = max(len(r.prompt_ids) + r.max_tokens for r in make_requests(questions, card, AR, settings.seed))
@@ -169,7 +137,7 @@ def _load(subject: Subject, questions: Sequence[Question], settings: Settings) -
         weights=settings.weights,
         prefix_cache=False,  # contenders are asked the same: none may find what another has encoded
     )
-    return card, EngineRunner(Engine(backbone, config))
+    return card, Engine(backbone, config)
 
 
 def _row_length(longest: int, backbone: Backbone) -> int:

@@ -88,7 +88,7 @@ def test_the_cost_is_that_of_the_run_the_model_lies_in(tiny_model: Path, two_tow
     assert cost.parameters == sum(p.numel() for p in denoiser.parameters())
 
 
-def test_a_hybrid_is_decoded_by_the_plain_loops_with_the_same_identity(tmp_path: Path) -> None:
+def test_a_hybrid_is_compared_like_any_other_model(tmp_path: Path) -> None:
     control, towers = write_hybrid(tmp_path / "hybrid"), tmp_path / "towers"
     save_two_tower(make_two_tower(load_backbone(control), block_size=4), towers, context=True)
     words = ["--control", control, "--two_tower", towers, *SMALL]

@@ -69,11 +69,8 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every plain linear layer of the model by a packed one, in place; parameters stay the same objects.
-
-    A layer with hooks stays: they would be lost.
-    """
+    """Replace every plain linear layer of the model by a packed one, in place; parameters stay the same objects."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and not (child._forward_hooks or child._forward_pre_hooks):
+            if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child))

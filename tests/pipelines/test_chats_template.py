@@ -284,6 +284,6 @@ def test_a_question_that_fills_a_row_is_dropped_and_counted():
 
 
 def test_an_exchange_of_exactly_a_row_is_one_piece_and_nothing_is_dropped():
-    result = fit([document_of([(4, 6), (2, 3)])], 10, "split")
-    assert [len(piece) for piece in result.pieces] == [10, 5]
+    result = fit([document_of([(2, 3), (4, 6)])], 10, "split")
+    assert [len(piece) for piece in result.pieces] == [5, 10]
     assert (result.split, result.dropped) == (1, 0)

@@ -4,7 +4,7 @@ requests  the nouns, and the check that a request can run      policies  which s
 row       one request's state machine over its positions       sampling  tokens and confidences from logits
 text      stop strings and UTF-8 safe text                     plan      attention of a round over the cache
 packing   turns to one forward's tensors                       penalties logits that the text so far changes
-choices   what a round decides
+choices   what a round decides                               tower_rows  rows of a TwoTower model
 decoder   the round: pack, forward, choose, move rows on
 """
 

@@ -9,6 +9,8 @@ boundaries   those states before every block of a row, from one pass
 layout       packed rows to noisy blocks: what is noised, what is scored
 training     the training pass, the loss, the held-out bound
 reader       both towers at decoding time, over pages
+writer       the denoiser in the engine; stateful: the context tower there, where layers are recurrent
+canvas       the denoiser's forward that both share
 decoding     Algorithm 1, AR mode, likelihoods
 lossless     the denoiser drafts, the context tower verifies
 adapter      `denoiser: lora`: an adapter over the context tower's weights instead of weights of its own

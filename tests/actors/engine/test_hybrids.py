@@ -67,7 +67,7 @@ def test_rows_of_every_mode_write_what_the_plain_loops_write(kind: str) -> None:
     wanted, penalised = requests()[:-1], requests()[-1]
     expected = {request.id: plainly(towers, request) for request in wanted}
     backbone = backbone_of(towers)
-    for config in ({"max_rows": 8}, {"max_rows": 5, "pages": 12, "prefill_tokens": 3}):
+    for config in ({"max_rows": 8}, {"max_rows": 7, "pages": 12, "prefill_tokens": 3}):
         engine = Engine(backbone, EngineConfig(max_length=40, **config))
         assert {r.id: r.token_ids for r in generate_all(engine, wanted)} == expected
         stats = engine.stats()

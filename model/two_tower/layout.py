@@ -111,16 +111,22 @@ class _Span(NamedTuple):
 
 def draw_corruption(rows: RowBatch, seed: int, sample_ids: Sequence[int], epochs: Sequence[int]) -> Corruption:
     """t = eps + (1 - eps) u per document and a mask drawn with probability t; keyed by (seed, sample id, epoch)."""
-    length = rows.input_ids.shape[1]
+    length, places = rows.input_ids.shape[1], _places(rows.document_ids)
     times, masks = [], []
     for row, (sample, epoch) in enumerate(zip(sample_ids, epochs, strict=True)):
         generator = row_generator(seed, sample, epoch)
-        documents = rows.document_ids[row].clamp(min=0)
         drawn = EPSILON + (1 - EPSILON) * torch.rand(length, generator=generator)  # as many as there may be documents
-        t = drawn[documents]
+        t = drawn[places[row]]
         times.append(t)
         masks.append(torch.rand(length, generator=generator) < t)
     return Corruption(torch.stack(times), torch.stack(masks))
+
+
+def _places(documents: Tensor) -> Tensor:
+    """Which of its row's documents each token is of, int64 [B, L]: packed rows number theirs over the whole data."""
+    begins = torch.zeros_like(documents)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return begins.cumsum(1)
 
 
 def response_spans(rows: RowBatch) -> list[_Span]:
@@ -168,6 +174,7 @@ def lay_out_two_tower(
     spans: what blocks are cut from, by default the responses. keep_all: also blocks without a masked token.
     """
     spans = response_spans(rows) if spans is None else spans
+    rows = replace(rows, document_ids=_places(rows.document_ids).masked_fill(rows.document_ids == TAIL, TAIL))
     row, begin, end = _cut(spans, block_size)
     slots = begin[:, None] + torch.arange(block_size)
     inside = slots < end[:, None]

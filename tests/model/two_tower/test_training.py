@@ -10,6 +10,7 @@ import torch
 
 from model.errors import UserError
 from model.layout import RowBatch
+from model.masks import TAIL
 from model.two_tower.layout import Corruption, TwoTowerBatch, draw_corruption, lay_out_two_tower
 from model.two_tower.training import (
     TwoTowerObjective,
@@ -206,3 +207,15 @@ def test_logits_come_in_the_order_of_the_kept_places() -> None:
         every = denoise(towers.writer(), batch, states, keep).logits.view(*keep.shape, -1)
         some = denoise(towers.writer(), batch, states).logits
     assert relative_error(some, every[batch.masked]) < 1e-9
+
+
+def test_documents_may_have_any_numbers_as_in_rows_packed_from_much_data() -> None:
+    rows = chat_rows()
+    high = replace(rows, document_ids=torch.where(rows.document_ids == TAIL, TAIL, 10**9 + 7 * rows.document_ids))
+    for document_rows in (False, True):
+        one, other = (
+            lay_out_two_tower(x, chat_corruption(x), block_size=BLOCK, mask_token_id=MASK, document_rows=document_rows)
+            for x in (rows, high)
+        )
+        for name, tensor in vars(one).items():
+            assert torch.equal(tensor, getattr(other, name)) if isinstance(tensor, torch.Tensor) else True, name

@@ -60,6 +60,7 @@ class TwoTowerSettings:
     first_block_size: int | None = None
     first_steps: int = 0
     balance_weight: float = 0.0
+    denoiser: str = "clone"
     context: str = "copy"
     context_weights: str = "replicated"
 
@@ -73,6 +74,11 @@ class TwoTowerSettings:
         if (self.first_block_size is None) != (self.first_steps == 0):
             raise UserError(
                 "--two_tower.first_block_size and --two_tower.first_steps belong together: give both, or neither."
+            )
+        if self.denoiser == "lora" and self.context_weights == "sharded":
+            raise UserError(
+                "--two_tower.context_weights sharded needs a denoiser with weights of its own: with "
+                "--two_tower.denoiser lora every worker holds the one copy, leave it out."
             )
         if self.first_steps >= steps:
             raise UserError(
@@ -144,12 +150,12 @@ class TrainSettings:
                     f"--train.{name} means nothing to --objective two_tower, where blocks begin behind each prompt and "
                     "every document stands alone: leave it out."
                 )
-        if self.lora is not None:
-            raise UserError(
-                "--train.lora trains an adapter in one network: leave it out with --objective two_tower, which trains "
-                "the whole denoiser."
-            )
         assert self.two_tower is not None, "the driver fills in the defaults"
+        if self.lora is not None and self.two_tower.denoiser != "lora":
+            raise UserError(
+                "--train.lora trains an adapter, and --two_tower.denoiser clone the whole denoiser: leave it out, or "
+                "set --two_tower.denoiser lora."
+            )
         self.two_tower.check(self.steps)
 
     @property

@@ -2,7 +2,8 @@
 
 Each worker holds the whole context tower, or a share of it: no optimizer, no gradient and no checkpoint knows of it.
 What DeepSpeed trains is the denoiser with its time conditioning (`TwoTowerTraining`), at any ZeRO stage. A step reads
-the clean rows once without gradients, then runs the denoiser over all noisy blocks.
+the clean rows once without gradients, then runs the denoiser over all noisy blocks. With `denoiser: lora` the denoiser
+is an adapter over the context tower's weights: DeepSpeed then holds the adapter and the time conditioning alone.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from actors.training.zero import gather_weights, share_out
 from model.backbone import DTYPES, load_backbone, save_description
 from model.errors import JobError, UserError
 from model.sources import fetch_model
+from model.two_tower.adapter import default_settings
+from model.two_tower.config import LORA
 from model.two_tower.folder import TwoTowerModel, load_two_tower, make_two_tower, save_config, save_two_tower
 from model.two_tower.layout import TwoTowerBatch
+from model.two_tower.shared import SharedDenoiser, build_shared_towers
 from model.two_tower.towers import ContextTower, Denoiser, TwoTower, check_config
 from model.two_tower.training import TwoTowerObjective, TwoTowerTraining, read_context
 
@@ -107,6 +111,8 @@ class TwoTowers:
             return None
         if self._sharded:
             backbone = replace(backbone, model=decodable(backbone.model, context))
+        if isinstance(writer := towers.writer(), SharedDenoiser):
+            return _rebuilt_shared(writer, weights, TwoTowerModel(towers, backbone))
         return TwoTowerModel(
             TwoTower(ContextTower(backbone.model), _rebuilt(towers.writer(), weights), towers.config), backbone
         )
@@ -115,7 +121,8 @@ class TwoTowers:
 def make_towers(settings: TrainSettings, told: TwoTowerSettings, form: RowFormat) -> TwoTowerModel:
     """Both towers from the base model, on the CPU."""
     backbone = load_backbone(fetch_model(settings.model), dtype=DTYPES[settings.dtype])
-    model = make_two_tower(replace(backbone, name=settings.model), block_size=told.block_size)
+    lora = (settings.lora or default_settings()) if told.denoiser == LORA else None
+    model = make_two_tower(replace(backbone, name=settings.model), block_size=told.block_size, lora=lora)
     config = replace(model.towers.config, trained_context_length=form.context_length)
     if told.context_weights == "sharded" and model.towers.context.recurrent:
         raise UserError(
@@ -144,6 +151,15 @@ def _rebuilt(denoiser: Denoiser, weights: Mapping[str, Tensor]) -> Denoiser:
     fresh = Denoiser(decodable(denoiser.causal_lm, parts[NETWORK]), denoiser.modulation.order)
     fresh.time.load_state_dict(parts[TIME])
     return fresh.eval()
+
+
+def _rebuilt_shared(denoiser: SharedDenoiser, weights: Mapping[str, Tensor], model: TwoTowerModel) -> TwoTowerModel:
+    """The model again with whole weights by name in its adapter and its time conditioning, over the same base."""
+    base = {name: parameter.detach() for name, parameter in denoiser.causal_lm.named_parameters()}
+    causal_lm = decodable(denoiser.causal_lm, base)
+    towers = build_shared_towers(causal_lm, model.towers.config, denoiser.adapter.settings)
+    towers.writer().eval().load_state_dict(weights)
+    return TwoTowerModel(towers, replace(model.context, model=causal_lm))
 
 
 def _part(weights: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

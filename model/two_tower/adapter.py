@@ -30,7 +30,7 @@ from model.errors import UserError
 from model.two_tower.sublayers import ATTENTION, RECURRENT, Sublayer, decoder_layers, sublayers_of
 
 DEFAULT_RANK = 16
-KEY = "two_tower.lora"
+KEY = "lora"
 EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 

@@ -25,6 +25,10 @@ def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: fl
     train = config.train
     _check(config, cluster)
     towers = two_tower_settings(config.objective, config.two_tower)
+    if towers is not None and towers.denoiser == "lora":
+        raise UserError(
+            "plan knows no --two_tower.denoiser lora: its run needs less than with clone, which plan knows."
+        )
     frozen = 0.0 if towers is None else 1.0
     return Setup(
         workers=cluster.workers,

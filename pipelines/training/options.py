@@ -54,6 +54,11 @@ class TwoTowerSection(Section):
         description="weight of the experts' load-balancing loss, per masked token, added to loss; 0: none. It is taken "
         "on each forward's tokens, so with it the loss depends a little on micro_rows and workers",
     )
+    denoiser: Literal["clone", "lora"] = Field(
+        "clone",
+        description="what is trained: clone, a whole copy of the base model; lora, an adapter over the context tower's "
+        "own weights, one copy in all (--train.lora.* says rank, alpha and targets)",
+    )
     context: Literal["copy", "reference"] = Field(
         "copy",
         description="the context tower in model/: copy, the base model's weights in model/context; reference, the "

@@ -60,7 +60,11 @@ def test_an_objective_that_is_not_there_is_refused(capsys: pytest.CaptureFixture
         (("--two_tower.block_size", 8), "belongs to --objective two_tower: leave it out with block_diffusion"),
         (("--objective", "two_tower", "--train.ar_loss_weight", 0.5), "--train.ar_loss_weight means nothing to"),
         (("--objective", "two_tower", "--train.document_mask", "false"), "--train.document_mask means nothing to"),
-        (("--objective", "two_tower", "--train.lora.rank", 4), "--train.lora trains an adapter in one network"),
+        (("--objective", "two_tower", "--train.lora.rank", 4), "--two_tower.denoiser clone the whole"),
+        (
+            ("--objective", "two_tower", "--two_tower.denoiser", "lora", "--two_tower.context_weights", "sharded"),
+            "--two_tower.denoiser lora every worker holds the one copy",
+        ),
         (("--objective", "two_tower", "--two_tower.first_steps", 3), "belong together: give both, or neither"),
         (
             ("--objective", "two_tower", "--two_tower.first_block_size", 32, "--two_tower.first_steps", 60),

@@ -238,6 +238,10 @@ def test_every_remedy_fits_and_the_largest_micro_batch_is_the_largest(seven: Sha
         (["--model", SEVEN, "--train.document_padding", "false"], "document_mask"),
         (["--model", SEVEN, "--objective", "next_token", "--train.ar_loss_weight", "1"], "belong to block_diffusion"),
         (["--model", SEVEN, "--train.lora.targets", "q_prj"], "plan knows the linear modules q_proj"),
+        (
+            ["--model", SEVEN, "--objective", "two_tower", "--two_tower.denoiser", "lora"],
+            "plan knows no --two_tower.denoiser lora",
+        ),
     ],
 )
 def test_bad_usage_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

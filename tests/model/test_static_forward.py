@@ -27,6 +27,7 @@ def test_buckets_are_powers_of_two() -> None:
     assert [bucket(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
+@pytest.mark.slow
 def test_any_mix_of_rows_writes_what_the_plain_forward_writes(sharp_backbone: Backbone) -> None:
     exact = load_backbone(sharp_backbone.name, dtype=torch.float64)
     requests = mixed_requests()

@@ -148,6 +148,7 @@ def killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_form_that_needs_more_memory_than_there_is_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_memory, "_measure", killed)
     with pytest.raises(JobError, match=r"'reference' \(4 x 2048\) was killed, .*fewer --layers or --rows"):

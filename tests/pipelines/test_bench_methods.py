@@ -88,6 +88,7 @@ def test_the_cost_is_that_of_the_run_the_model_lies_in(tiny_model: Path, two_tow
     assert cost.parameters == sum(p.numel() for p in denoiser.parameters())
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_compared_like_any_other_model(tmp_path: Path) -> None:
     control, towers = write_hybrid(tmp_path / "hybrid"), tmp_path / "towers"
     save_two_tower(make_two_tower(load_backbone(control), block_size=4), towers, context=True)
@@ -97,6 +98,7 @@ def test_a_hybrid_is_compared_like_any_other_model(tmp_path: Path) -> None:
     assert table["TwoTower, AR"]["equal to its AR"] == 1
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_process_with_this_contender_alone(tiny_model: Path, two_tower: Path) -> None:
     config = MethodsBenchConfig(control=str(tiny_model), two_tower=str(two_tower))
     contender = contenders_of(find_models(config)[1], config)[1]

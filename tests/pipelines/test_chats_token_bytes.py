@@ -15,11 +15,11 @@ from tokenizers.normalizers import NFKC
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from model.demo_base import demo_base_model
 from pipelines.chats.records import Chat
 from pipelines.chats.template import ChatEncoder, Encoded
 from pipelines.chats.token_bytes import TokenBytes, token_places
 from tests.conftest import shared_folder
+from tests.tiny import tiny_tokenizer
 
 REAL = ("qwen2_5", "qwen3")
 contents = st.text(st.sampled_from("ab Z9\n\t.'é漢\U0001f600e\u0301\u0958\u200d<|im_end|>"), min_size=1, max_size=24)
@@ -79,7 +79,7 @@ def test_an_edge_is_a_place_only_where_a_token_ends() -> None:
 
 
 def test_only_byte_level_tokenizers_are_told_by_bytes() -> None:
-    assert TokenBytes.of(AutoTokenizer.from_pretrained(demo_base_model())) is not None
+    assert TokenBytes.of(tiny_tokenizer()) is not None
 
     def built(pre_tokenizer: object, normalizer: object = None) -> PreTrainedTokenizerFast:
         backend = Tokenizer(BPE({"a": 0}, []))

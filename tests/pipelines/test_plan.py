@@ -294,6 +294,7 @@ def test_without_output_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_another_directory(project: Path, tmp_path: Path) -> None:
     """Its answer on standard output is JSON and nothing else, its exit code says that it does not fit."""
     words = ["--model", SEVEN, "--hardware.gpu", "l40s-48gb", "--train.workers", "8", "--train.micro_rows", "32"]

@@ -39,6 +39,10 @@ class WaitingRow:
         return self.row.block_size
 
     @property
+    def span(self) -> int:
+        return self.row.span
+
+    @property
     def committed(self) -> int:
         return self.row.committed
 

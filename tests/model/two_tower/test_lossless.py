@@ -149,6 +149,7 @@ def test_accepted_tokens_follow_the_target_distribution(fixed: bool) -> None:
         assert statistic < bound(freedom), f"slot {slot}"
 
 
+@pytest.mark.slow
 def test_sampled_answers_are_as_frequent_as_the_base_models() -> None:
     """Pairs of tokens from whole runs of lossless decoding, against their probabilities under the context tower."""
     towers = tiny_towers("llama", torch.float32, vocab_size=SMALL, num_hidden_layers=1, initializer_range=0.5)

@@ -71,7 +71,7 @@ def write_samples(
     Returns {"sample", "prompt", "text", "reference", "token_ids", "finish_reason", "tokens_per_forward"} for each.
     """
     whole = replace(backbone, model=decodable(backbone.model, weights))
-    if is_recurrent(whole.model):  # the engine keeps no states
+    if is_recurrent(whole.model):  # the plain loops know its states
         towers = TwoTower(ContextTower(whole.model), None, TwoTowerConfig(PAGE_SIZE, 0))
         return _tower_lines(TwoTowerModel(towers, whole), prompts, max_tokens, write_tokens)
     length = _room(backbone, max(len(one.prompt) for one in prompts) + max_tokens)

@@ -126,8 +126,7 @@ def _line(
         "per forward": mine.tokens_per_forward,
         "forward ms": 1000 * mine.seconds / max(1, mine.forwards),
         "equal to its AR": share_equal(turns[contender.label], turns[own]),
-        "loaded MiB": None if memory is None else memory.loaded / MIB,
-        "peak MiB": None if memory is None else memory.peak / MIB,
+        **({} if memory is None else {"loaded MiB": memory.loaded / MIB, "peak MiB": memory.peak / MIB}),
     }
 
 

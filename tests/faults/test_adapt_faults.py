@@ -129,7 +129,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("mounting a small filesystem is not allowed here")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    wait_until(  # Ray's workers are still ending
+        lambda: subprocess.run(["umount", str(place)], capture_output=True).returncode == 0, f"{place} to be unused"
+    )
 
 
 def test_no_space_for_a_checkpoint_is_one_sentence_and_leaves_nothing_half_written(

@@ -140,7 +140,8 @@ def test_peak_memory_counts_what_a_call_held_at_once() -> None:
         del first, second
         torch.ones(16 << 20)
 
-    assert 120 <= memory.peak_bytes(form, "cpu") / 2**20 <= 170, "two at once, not three in all"
+    peaks = [memory.peak_bytes(form, "cpu") / 2**20 for _ in range(3)]  # other threads of this process only add
+    assert 120 <= min(peaks) <= 170, "two at once, not three in all"
 
 
 def killed(*_: object) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 import pytest
@@ -20,6 +20,7 @@ from tests.api.successor import build_successor_model, letters_after
 MODEL = "successor"
 PATIENCE_S = 240.0
 CONTEXT = 8192
+T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -27,6 +28,20 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s for {what}"
         time.sleep(0.05)
+
+
+def alone(call: Callable[[], T]) -> T:
+    """The call again, where another thread was describing a deployment to Ray at the same moment.
+
+    Ray registers a module while it does so, for all threads, and the second to end raises before it has sent anything.
+    """
+    while True:
+        try:
+            return call()
+        except ValueError as error:
+            if "not registered for pickle by value" not in str(error):
+                raise
+            time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class App:
         """How many engine replicas are in which of Serve's states."""
         from ray import serve
 
-        status = serve.status().applications[self.name].deployments["EngineReplica"]
+        status = alone(serve.status).applications[self.name].deployments["EngineReplica"]
         return {str(getattr(state, "value", state)): n for state, n in status.replica_states.items() if n}
 
     def running(self) -> int:
@@ -61,7 +76,8 @@ class App:
         from actors.server import build
 
         fixed = {"model": str(model), "served_name": MODEL, "cpus_per_replica": 0.25, "drain_s": PATIENCE_S}
-        serve.run(build(ServeArgs.model_validate({**fixed, **args})), name=self.name, route_prefix="/")
+        told = ServeArgs.model_validate({**fixed, **args})
+        alone(lambda: serve.run(build(told), name=self.name, route_prefix="/"))
 
 
 class Stream:

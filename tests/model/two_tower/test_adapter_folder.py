@@ -29,29 +29,12 @@ WEIGHTS, CONFIG, MASK = "adapter_model.safetensors", "adapter_config.json", "mas
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("base") / "model", initializer_range=0.3)
-
-
-@pytest.fixture(scope="module")
 def model(base: Path) -> TwoTowerModel:
     torch.manual_seed(0)
     made = make_two_tower(load_backbone(base), block_size=4, lora=default_settings(4))
     scatter(made.towers)
     made.towers.writer().eval()
     return made
-
-
-@pytest.fixture(scope="module")
-def saved(model: TwoTowerModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "towers"
-    save_two_tower(model, folder, context=True)
-    return folder
-
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "towers"))
 
 
 def blocks(model: TwoTowerModel) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ class StatefulForward(Protocol):
 class BlockWriter(Protocol):
     """vocab_size: tokens that its logits know; the model's own, or one more.
 
+    token_shift: a canvas's logits are of the slots behind them, and the model's own logit decides its first slot.
     together: it is the model's own network (`denoiser: lora`), so that clean tokens and canvases share a forward.
     """
 
@@ -45,6 +46,9 @@ class BlockWriter(Protocol):
 
     @property
     def together(self) -> bool: ...
+
+    @property
+    def token_shift(self) -> bool: ...
 
     def prepare(self, *, weights: str, kernels: bool) -> None:
         """Make ready to decode, as the decoder was told to (see `model.decoding.decoder`)."""

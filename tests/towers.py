@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,11 @@ def lora_towers(kind: str) -> TwoTower:
     return tiny_lora_towers(kind)
 
 
+def shifted(towers: TwoTower) -> TwoTower:
+    """The same towers, the denoiser's logits read as those of the next slot."""
+    return replace(towers, config=replace(towers.config, token_shift=True))
+
+
 def scatter(towers: TwoTower, seed: int = 7) -> None:
     """Move every parameter of the denoiser and of its time conditioning."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,11 +140,13 @@ def scatter(towers: TwoTower, seed: int = 7) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def build_tower_folder(folder: Path, block_size: int = 8, lora: LoraSettings | None = None) -> Path:
+def build_tower_folder(
+    folder: Path, block_size: int = 8, lora: LoraSettings | None = None, *, token_shift: bool = False
+) -> Path:
     """A TwoTower folder of the tiny Llama with spread confidences, context tower included; the denoiser's time
     conditioning does something, and its mask token is no token of the context tower. lora: one copy of the weights."""
     base = build_tiny_model(folder.parent / f"{folder.name}_base", initializer_range=0.3)
-    model = make_two_tower(load_backbone(base), block_size=block_size, lora=lora)
+    model = make_two_tower(load_backbone(base), block_size=block_size, lora=lora, token_shift=token_shift)
     scatter(model.towers)
     save_two_tower(model, folder, context=True)
     return folder
@@ -175,6 +183,7 @@ def laid_out(
         block_size=towers.config.block_size,
         mask_token_id=towers.config.mask_token_id,
         document_rows=towers.context.recurrent,
+        token_shift=towers.config.token_shift,
         keep_all=keep_all,
     )
 

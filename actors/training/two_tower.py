@@ -61,7 +61,11 @@ class TwoTowers:
     def _objective(self, block_size: int) -> TwoTowerObjective:
         towers = self._model.towers
         return TwoTowerObjective(
-            block_size, towers.config.mask_token_id, self._settings.seed, document_rows=towers.context.recurrent
+            block_size,
+            towers.config.mask_token_id,
+            self._settings.seed,
+            document_rows=towers.context.recurrent,
+            token_shift=towers.config.token_shift,
         )
 
     def objective_at(self, step: int) -> TwoTowerObjective:
@@ -122,7 +126,9 @@ def make_towers(settings: TrainSettings, told: TwoTowerSettings, form: RowFormat
     """Both towers from the base model, on the CPU."""
     backbone = load_backbone(fetch_model(settings.model), dtype=DTYPES[settings.dtype])
     lora = (settings.lora or default_settings()) if told.denoiser == LORA else None
-    model = make_two_tower(replace(backbone, name=settings.model), block_size=told.block_size, lora=lora)
+    model = make_two_tower(
+        replace(backbone, name=settings.model), block_size=told.block_size, lora=lora, token_shift=told.token_shift
+    )
     config = replace(model.towers.config, trained_context_length=form.context_length)
     if told.context_weights == "sharded" and model.towers.context.recurrent:
         raise UserError(

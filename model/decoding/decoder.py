@@ -150,12 +150,20 @@ class Decoder:
             request = replace(request, prompt_ids=(int(backbone.tokenizer.bos_token_id),))
         if request.decode.mode == "lossless":
             assert backbone.block_diffusion is not None, "check_request refuses it without a block-diffusion model"
-            kind = LosslessRow if self.writer is None else LosslessTowerRow
-            return kind(request, self.room, backbone.block_diffusion, backbone.tokenizer)
+            parts = (request, self.room, backbone.block_diffusion, backbone.tokenizer)
+            if self.writer is None:
+                return LosslessRow(*parts)
+            return LosslessTowerRow(*parts, token_shift=self.writer.token_shift)
         if self.writer is not None and request.decode.mode == "diffusion":
             assert backbone.block_diffusion is not None, "a model with a second network writes blocks"
-            together = self.writer.together
-            return TowerRow(request, self.room, backbone.block_diffusion, backbone.tokenizer, together=together)
+            return TowerRow(
+                request,
+                self.room,
+                backbone.block_diffusion,
+                backbone.tokenizer,
+                together=self.writer.together,
+                token_shift=self.writer.token_shift,
+            )
         return Row(request, self.room, backbone.block_diffusion, backbone.tokenizer)
 
     def pages_to_admit(self, row: Row) -> int:
@@ -335,12 +343,11 @@ def _writes_now(row: Row) -> bool:
 
 
 def _joined(read: Outcome, written: Outcome, canvas: int) -> Outcome:
-    """What a row did in both forwards of a round; only one of them decides tokens of the answer."""
-    deciding = read if read.reveals else written
+    """What a row did in both forwards of a round; where both decide tokens of the answer, they are of one block."""
     return replace(
         read,
-        reveals=deciding.reveals,
-        block_start=deciding.block_start,
+        reveals=read.reveals + written.reveals,
+        block_start=read.block_start if read.reveals else written.block_start,
         error=written.error,
         canvas=canvas,
     )

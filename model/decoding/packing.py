@@ -121,7 +121,7 @@ def _pieces(turn: Turn, offset: int, table: np.ndarray) -> list[Piece]:
 
 def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
     """(turn, read, position, column) of a turn's slots: verified ones and head, candidates, guess, drafts."""
-    shift = 1 if query.noisy_from is None else 0  # from a slot to the token whose logit predicts it
+    shift = query.shift
     positions = [query.candidates]
     columns = [query.candidates - query.block_start]
     assert not len(query.candidates) or query.candidates[0] >= query.start + shift, "a slot's logit must be there"
@@ -132,7 +132,8 @@ def _slots(index: int, query: Query, offset: int) -> tuple[np.ndarray, ...]:
         positions.append(np.array([query.end]))
         columns.append(np.array([Slots.GUESS]))
     if query.drafts:
-        positions.append(query.keep + shift + np.arange(query.drafts))
+        behind = int(query.noisy_from is None)  # the slot at `keep` itself is the head's
+        positions.append(query.keep + behind + np.arange(query.drafts))
         columns.append(np.full(query.drafts, Slots.DRAFT))
     position = np.concatenate(positions)
     return np.full(len(position), index), offset + position - shift - query.start, position, np.concatenate(columns)

@@ -75,8 +75,9 @@ class Query:
     drafted, drafts (lossless mode): clean tokens before `keep` that this forward verifies; tokens that the canvas
     drafts, for the positions behind `keep`.
     noisy_from: from this position on the query is a canvas for the model's second network (TwoTower's denoiser): all of
-    it sees all of it, each logit is of its own position, drafts begin at `keep`. time: the masked share of such a
-    canvas. reach: where a canvas ends that the row may run behind this query in the same round, 0 for none.
+    it sees all of it, drafts begin at `keep`. time: the masked share of such a
+    canvas. shift: from a slot to the token whose logit predicts it, 1, or 0 in a canvas without a token shift.
+    reach: where a canvas ends that the row may run behind this query in the same round, 0 for none.
     """
 
     phase: Phase
@@ -96,6 +97,7 @@ class Query:
     drafts: int = 0
     noisy_from: int | None = None
     time: float = 0.0
+    shift: int = 1
     reach: int = 0
 
     def __post_init__(self) -> None:

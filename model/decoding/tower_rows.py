@@ -24,13 +24,13 @@ from model.decoding.row import MASKED, Phase, Query, Reveal, Row
 
 
 class TowerRow(Row):
-    """Writes blocks: PREFILL and COMMIT are the context tower's, DENOISE the denoiser's. No commit decides a token.
+    """Writes blocks: PREFILL and COMMIT are the context tower's, DENOISE the denoiser's.
+
+    token_shift: the context tower's last logit decides a block's first slot, as in `Row`; else no commit decides any.
 
     together: both are one network (`denoiser: lora`), which runs a commit and the next block's first step in one
     forward.
     """
-
-    heads = False
 
     def __init__(
         self,
@@ -40,9 +40,11 @@ class TowerRow(Row):
         tokenizer: PreTrainedTokenizerBase,
         *,
         together: bool = False,
+        token_shift: bool = False,
     ) -> None:
         super().__init__(request, max_length, block_diffusion, tokenizer)
-        self._together = together and request.decode.fused != "off"
+        self.heads = token_shift
+        self._together = together and request.decode.fused != "off" and not token_shift
 
     def _block_at(self, position: int) -> int:
         return self.prompt_length + (position - self.prompt_length) // self.block_size * self.block_size
@@ -66,7 +68,8 @@ class TowerRow(Row):
         if follows and self._together:
             return self._with_canvas(phase, keep)
         reach = keep + self.block_size if follows else 0
-        return Query(phase, start, keep, keep, self.tokens[start:keep], block_start=keep, reach=reach)
+        head = self.heads and follows and self.state[keep] == MASKED
+        return Query(phase, start, keep, keep, self.tokens[start:keep], head=head, block_start=keep, reach=reach)
 
     def _with_canvas(self, phase: Phase, begin: int) -> Query:
         """The canvas at `begin`, and the clean tokens before it that are still to be read."""
@@ -86,6 +89,7 @@ class TowerRow(Row):
             progress=self._progress(begin, end),
             noisy_from=begin,
             time=len(masked) / self.block_size,
+            shift=int(self.heads),
         )
 
     def _final(self) -> int:
@@ -102,8 +106,11 @@ class LosslessTowerRow(LosslessRow):
         max_length: int,
         block_diffusion: BlockDiffusionConfig,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        token_shift: bool = False,
     ) -> None:
         super().__init__(request, max_length, block_diffusion, tokenizer)
+        self._shift = int(token_shift)
         self._kept: list[int] = []  # tokens that each verification decided
         self._length = draft_length(self._kept, self._longest)
 
@@ -127,6 +134,7 @@ class LosslessTowerRow(LosslessRow):
             drafts=self._room(start + 1),
             noisy_from=start,
             time=self._longest / len(ids),
+            shift=self._shift,
         )
 
     def _with_masks(self, query: Query) -> Query:

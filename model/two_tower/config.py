@@ -22,6 +22,9 @@ class TwoTowerConfig:
     """block_size S in tokens; order: see `model.two_tower.modulation`. denoiser: "clone", weights of its own, or
     "lora", an adapter over the context tower's.
 
+    token_shift: the denoiser's logits at a slot are of the slot behind it, as in the pretrained model; a block's first
+    slot is then the context tower's to decide. False, as published: of the slot itself.
+
     context: where the context tower is, "context" for the folder's own copy, else a model folder, URI or Hub id, and
     context_revision the short hash that it must have. trained_context_length: longest document (tokens) seen in
     training, None when not recorded.
@@ -35,6 +38,7 @@ class TwoTowerConfig:
     context_revision: str | None = None
     trained_context_length: int | None = None
     denoiser: str = CLONE
+    token_shift: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "mask_token_id", "trained_context_length"):
@@ -50,6 +54,10 @@ class TwoTowerConfig:
             raise UserError(f"{FILE}: order must be one of {', '.join(ORDERS)}, not {self.order!r}.")
         if self.denoiser not in DENOISERS:
             raise UserError(f"{FILE}: denoiser must be one of {', '.join(DENOISERS)}, not {self.denoiser!r}.")
+        if not isinstance(self.token_shift, bool):
+            raise UserError(f"{FILE}: token_shift must be true or false, not {self.token_shift!r}.")
+        if self.token_shift and self.block_size < 2:
+            raise UserError(f"{FILE}: token_shift needs blocks of at least 2 tokens, not of {self.block_size}.")
         if self.method != "two_tower":
             raise UserError(f"{FILE}: method {self.method!r} is not two_tower: this is no TwoTower model.")
 

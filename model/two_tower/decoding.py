@@ -124,6 +124,7 @@ def open_rows(towers: TwoTower, requests: Sequence[TowerRequest]) -> tuple[Reade
 def write_blocks(towers: TwoTower, requests: Sequence[TowerRequest]) -> list[TowerAnswer]:
     """Block diffusion (Algorithm 1): all requests together, each at its own pace."""
     reader, rows = open_rows(towers, requests)
+    begin_shifted(towers, rows)
     while working := [row for row in rows if not row.done]:
         denoise_once(reader, [row for row in working if row.masked.any()])
         full = [row for row in working if not row.masked.any()]
@@ -136,7 +137,18 @@ def write_blocks(towers: TwoTower, requests: Sequence[TowerRequest]) -> list[Tow
         for row in going_on:
             row.answer.forwards["commit"] += 1
             row.begin_block(towers.config.mask_token_id)
+        begin_shifted(towers, going_on)
     return [row.answer for row in rows]
+
+
+def begin_shifted(towers: TwoTower, rows: Sequence[Writing]) -> None:
+    """Where the denoiser has a token shift, the context tower's last logits decide the first slot of a canvas."""
+    if not towers.config.token_shift or not rows:
+        return
+    for row, token in zip(rows, next_tokens(rows), strict=True):
+        row.canvas[0], row.masked[0] = token, False
+        if token in row.request.stop_token_ids or len(row.answer.written) + 1 == row.request.max_tokens:
+            row.write([token])
 
 
 def denoise_once(reader: Reader, rows: Sequence[Writing]) -> Tensor | None:
@@ -147,6 +159,8 @@ def denoise_once(reader: Reader, rows: Sequence[Writing]) -> Tensor | None:
     size = masked.shape[1]
     times = masked.sum(1).double() / size
     logits = reader.denoise([row.stretch for row in rows], torch.stack([row.canvas for row in rows]), times).cpu()
+    if reader.towers.config.token_shift:
+        logits = logits.roll(1, 1)  # of the first slot, which is known, the last one's
     chosen = choose(logits.flatten(0, 1).clone(), _sampling(reader.towers, rows, size))
     token, confidence = chosen.token.view(-1, size), chosen.confidence.view(-1, size)
     opened = _opened(rows, masked, confidence, chosen)

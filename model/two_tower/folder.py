@@ -58,6 +58,7 @@ def make_two_tower(
     block_size: int = BLOCK_SIZE,
     order: str = "norm_first",
     lora: LoraSettings | None = None,
+    token_shift: bool = False,
 ) -> TwoTowerModel:
     """Both towers from an AR model: the backbone becomes the context tower, the denoiser a copy of it.
 
@@ -80,6 +81,7 @@ def make_two_tower(
         context=backbone.name,
         context_revision=backbone.revision,
         denoiser=CLONE if lora is None else LORA,
+        token_shift=token_shift,
     )
     if lora is not None:
         return TwoTowerModel(build_shared_towers(backbone.model, config, lora), backbone)

@@ -42,6 +42,8 @@ class TwoTowerBatch:
     block_row, block_offset, block_start, block_document: int64 [N]: where a block begins in the context rows, and at
     which position of which document; source_row: the packed row that it was cut from. times: float [D]; time_index:
     int64 [N].
+    scored: bool [N, S], the queries whose logits are of the masked ones: the same, or with a token shift the slots
+    before them. Flattened, both have one order.
     weight: 1, or 0 for a batch that holds a block only so that every rank runs the same modules.
     """
 
@@ -52,6 +54,7 @@ class TwoTowerBatch:
     positions: Tensor
     targets: Tensor
     masked: Tensor
+    scored: Tensor
     block_row: Tensor
     block_offset: Tensor
     block_start: Tensor
@@ -165,12 +168,14 @@ def lay_out_two_tower(
     block_size: int,
     mask_token_id: int,
     document_rows: bool,
+    token_shift: bool = False,
     spans: list[_Span] | None = None,
     keep_all: bool = False,
     sample_ids: Sequence[int] = (),
 ) -> TwoTowerBatch:
     """The batch of packed rows under a corruption. document_rows: one document a context row (recurrent layers).
 
+    token_shift: see `TwoTowerConfig`; a block's first token is never masked then, nor scored.
     spans: what blocks are cut from, by default the responses. keep_all: also blocks without a masked token.
     """
     spans = response_spans(rows) if spans is None else spans
@@ -180,6 +185,8 @@ def lay_out_two_tower(
     inside = slots < end[:, None]
     at = (row[:, None], slots.clamp(max=rows.input_ids.shape[1] - 1))
     masked = corruption.mask[at] & (rows.labels[at] != IGNORED) & inside
+    if token_shift:
+        masked[:, 0] = False
     kept = torch.ones_like(row, dtype=torch.bool) if keep_all else masked.any(1)
     if not kept.any():
         return _idle(rows, block_size, mask_token_id, document_rows, sample_ids)
@@ -198,6 +205,7 @@ def lay_out_two_tower(
         positions=start[:, None] + torch.arange(block_size),
         targets=clean,
         masked=masked,
+        scored=masked.roll(-1, 1) if token_shift else masked,
         block_row=context.block_row,
         block_offset=context.block_offset,
         block_start=start,
@@ -280,6 +288,7 @@ def _idle(
         positions=1 + torch.arange(block_size)[None],
         targets=torch.zeros_like(block),
         masked=masked,
+        scored=masked,
         block_row=zero,
         block_offset=zero + 1,
         block_start=zero + 1,

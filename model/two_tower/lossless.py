@@ -161,6 +161,8 @@ def denoiser_drafter(steps: int) -> Drafter:
             logits = reader.denoise([r.stretch for r in rows], canvases, masked.double().mean(1)).cpu()
             for row in rows:
                 row.answer.forwards["denoise"] += 1
+            if reader.towers.config.token_shift:
+                logits = logits.roll(1, 1)
             logits[..., mask] = -torch.inf
             if left == 1:
                 return [_last_step(row, *parts) for row, *parts in zip(rows, logits, canvases, fixed, strict=True)]

@@ -1,8 +1,9 @@
 """The training pass: one causal pass of the frozen context tower, one pass of the denoiser over all noisy blocks.
 
 The denoiser has L queries over 2L keys: each block sees the context's keys and values before it, and itself. Labels
-stand at the same position, there is no token shift. Loss: cross-entropy at masked positions; the caller divides the sum
-by the number of masked positions in the *global* batch. Training drops the bound's weight 1/t; `held_out_bound` has it.
+stand at the same position (no token shift), unless the model's config asks for one. Loss: cross-entropy at masked
+positions; the caller divides the sum by the number of masked positions in the *global* batch. Training drops the
+bound's weight 1/t; `held_out_bound` has it.
 Source: TwoTower (arXiv 2606.26493); Megatron-LM's masked training loss.
 """
 
@@ -27,28 +28,35 @@ from model.two_tower.towers import ContextTower, Denoised, Denoiser, TwoTower
 
 @dataclass(frozen=True)
 class ContextStates:
-    """What the context tower read: keys and values of every layer, and recurrent states before every block."""
+    """What the context tower read: keys and values of every layer, and recurrent states before every block.
+
+    logits: [M, V] where asked for, in the order of `tensor[keep]`.
+    """
 
     kept: KeysValues
     seeds: States
+    logits: Tensor
 
 
-def read_context(context: ContextTower, batch: TwoTowerBatch, *, fold: bool = True) -> ContextStates:
-    """One pass without gradients. fold: see `Boundaries`."""
+def read_context(
+    context: ContextTower, batch: TwoTowerBatch, *, fold: bool = True, keep: Tensor | None = None
+) -> ContextStates:
+    """One pass without gradients. fold: see `Boundaries`. keep: bool [R, n], where logits are wanted."""
     batch = batch.to(context.device)
     known = context.causal_lm.get_input_embeddings().num_embeddings
     ids = batch.context_ids.masked_fill(batch.context_ids >= known, 0)  # padding with a mask that it does not know
     plan = recording(batch.context_documents.flatten(), batch.context_positions.flatten())
-    keep = torch.zeros_like(batch.context_ids, dtype=torch.bool)
-    keep[0, 0] = True  # the head has nothing to say here, but every rank of ZeRO must run it
+    if keep is None:
+        keep = torch.zeros_like(batch.context_ids, dtype=torch.bool)
+        keep[0, 0] = True  # the head has nothing to say here, but every rank of ZeRO must run it
     cache = context.cache({}, 2)
     if cache is None:
-        context.read(ids, batch.context_positions, plan, None, keep)
-        return ContextStates(plan.kept, {})
+        logits = context.read(ids, batch.context_positions, plan, None, keep)
+        return ContextStates(plan.kept, {}, logits)
     boundaries = Boundaries(context.causal_lm, batch.block_row, batch.block_offset, fold=fold)
     with boundaries.watching(cache):
-        context.read(ids, batch.context_positions, plan, cache, keep)
-    return ContextStates(plan.kept, boundaries.states)
+        logits = context.read(ids, batch.context_positions, plan, cache, keep)
+    return ContextStates(plan.kept, boundaries.states, logits)
 
 
 class TwoTowerTraining(nn.Module):
@@ -91,7 +99,7 @@ def denoise(
     *,
     balance: bool = False,
 ) -> Denoised:
-    """Logits at the masked positions, or where `keep`, bool [N, S]; in the order of `tensor[keep]`."""
+    """Logits of the masked positions, or those at `keep`, bool [N, S]; in the order of `tensor[keep]`."""
     batch = batch.to(denoiser.device)
     plan = beside(
         states.kept,
@@ -101,7 +109,7 @@ def denoise(
         batch.block_start,
         batch.noisy_ids.shape[1],
     )
-    keep = batch.masked if keep is None else keep
+    keep = batch.scored if keep is None else keep
     out: Denoised = denoiser(
         batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep, balance
     )
@@ -129,12 +137,16 @@ class TwoTowerObjective:
     mask_token_id: int
     seed: int
     document_rows: bool
+    token_shift: bool = False
 
     def lengths(self, rows: RowBatch) -> Tensor:
         """Tokens that both towers run on for each row, at most: int64 [B]."""
         return tower_lengths(rows, self.block_size)
 
-    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TwoTowerBatch:
+    def batch(
+        self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int], *, keep_all: bool = False
+    ) -> TwoTowerBatch:
+        """keep_all: also blocks in which nothing is masked."""
         epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
         return lay_out_two_tower(
             rows,
@@ -142,6 +154,8 @@ class TwoTowerObjective:
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
             document_rows=self.document_rows,
+            token_shift=self.token_shift,
+            keep_all=keep_all,
             sample_ids=sample_ids,
         )
 
@@ -151,7 +165,8 @@ class HeldOut:
     """Held-out figures in nats. loss: mean cross-entropy at masked positions, as trained.
 
     bound: of the negative log-likelihood per supervised token, each masked position weighted by 1/t: its exponential is
-    the perplexity's upper bound. loss_by_t: mean loss of masked positions in ten equal stretches of t, None where none.
+    the perplexity's upper bound. With a token shift each block's first token counts with the context tower's loss.
+    loss_by_t: mean loss of masked positions in ten equal stretches of t, None where none.
     """
 
     loss: float
@@ -170,11 +185,18 @@ def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterabl
     with evaluating(denoiser):
         for part in rows:
             count = part.input_ids.shape[0]
-            batch = objective.batch(part, range(seen, seen + count), HELD_OUT_EPOCH)
+            shifted = objective.token_shift
+            batch = objective.batch(part, range(seen, seen + count), HELD_OUT_EPOCH, keep_all=shifted)
             seen, supervised = seen + count, supervised + batch.supervised_tokens
             if not batch.weight:
                 continue
-            losses = token_losses(denoiser, batch, read_context(towers.context, batch)).double().cpu()
+            before = before_blocks(batch) if shifted else None
+            states = read_context(towers.context, batch, keep=before)
+            if before is not None:
+                bound += float(head_losses(states.logits, batch, before).sum())
+            if not batch.scored.any():
+                continue
+            losses = token_losses(denoiser, batch, states).double().cpu()
             t = batch.noise.double()
             bound += float((losses / t).sum())
             bucket = (t * 10).long().clamp(max=9)
@@ -184,3 +206,19 @@ def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterabl
         raise UserError("The held-out rows hold no supervised token: check that the data has assistant turns.")
     by_t = [float(s / c) if c else None for s, c in zip(sums, counts, strict=True)]
     return HeldOut(float(sums.sum() / counts.sum().clamp(min=1)), bound / supervised, by_t)
+
+
+def before_blocks(batch: TwoTowerBatch) -> Tensor:
+    """Bool [R, n]: the context's tokens that stand right before a block."""
+    follows = batch.block_offset > 0
+    keep = torch.zeros_like(batch.context_ids, dtype=torch.bool)
+    keep[batch.block_row[follows], batch.block_offset[follows] - 1] = True
+    return keep
+
+
+def head_losses(logits: Tensor, batch: TwoTowerBatch, keep: Tensor) -> Tensor:
+    """Cross-entropy of the first token of each block that something stands before, float64 [M]; logits: those of
+    `before_blocks`."""
+    follows = batch.block_offset > 0
+    place = (keep.flatten().cumsum(0).view_as(keep) - 1)[batch.block_row[follows], batch.block_offset[follows] - 1]
+    return functional.cross_entropy(logits.double().cpu()[place], batch.targets[follows, 0], reduction="none")

@@ -56,6 +56,10 @@ class DenoiserWriter:
     def together(self) -> bool:
         return isinstance(self._denoiser, Mixing) and not self._denoiser.recurrent
 
+    @property
+    def token_shift(self) -> bool:
+        return self.towers.config.token_shift
+
     def prepare(self, *, weights: str, kernels: bool) -> None:
         """The C++ forward where it knows the denoiser, else PyTorch with packed linear layers, as for the model."""
         causal_lm, modulation = self._denoiser.causal_lm, self._denoiser.modulation

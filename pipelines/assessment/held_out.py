@@ -163,7 +163,9 @@ def _tower_losses(
     loaded, blocks = load_two_tower(subject.source, dtype=dtype, device=device), subject.block_diffusion
     towers, context = loaded.towers, loaded.context
     rows = source.rows(loaded.tokenizer, blocks)
-    objective = TwoTowerObjective(blocks.block_size, blocks.mask_token_id, seed, towers.context.recurrent)
+    objective = TwoTowerObjective(
+        blocks.block_size, blocks.mask_token_id, seed, towers.context.recurrent, towers.config.token_shift
+    )
     known = context.model.get_input_embeddings().num_embeddings  # the mask token may be the denoiser's alone
     clean = replace(rows, input_ids=rows.input_ids.masked_fill(rows.input_ids >= known, 0))
     with Progress(f"assess: held-out loss of {subject.role}", total=2 * len(rows.input_ids), unit="rows") as progress:

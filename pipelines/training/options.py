@@ -48,6 +48,11 @@ class TwoTowerSection(Section):
         None, ge=1, description="tokens of a block in the first first_steps steps (published: 32, then 16)"
     )
     first_steps: int = Field(0, ge=0, description="steps that train with first_block_size")
+    token_shift: bool = Field(
+        False,
+        description="true: a slot's logits are of the slot behind it, as the base model learned them, and the context "
+        "tower decides each block's first token; false, as published: of the slot itself",
+    )
     balance_weight: float = Field(
         0.0,
         ge=0,

@@ -21,7 +21,7 @@ from model.two_tower.towers import TwoTower
 from tests.decoding import make_request
 from tests.hybrid import write_hybrid
 from tests.tiny import tiny_tokenizer
-from tests.towers import VOCAB, shared_towers
+from tests.towers import VOCAB, shared_towers, shifted
 
 KINDS: list[dict[str, Any]] = [
     {"policy": "budgeted"},
@@ -63,7 +63,14 @@ SLOW = ("granitemoehybrid", "falcon_h1", "qwen3_next", "gemma3_text")
 @pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_rows_of_every_mode_write_what_the_plain_loops_write(kind: str) -> None:
     """In one batch, and preempted with prompts in pieces; in float64, where no grouping can matter."""
-    towers = shared_towers(kind)
+    check_all_modes(shared_towers(kind))
+
+
+def test_with_a_token_shift_they_write_the_plain_loops_tokens_too() -> None:
+    check_all_modes(shifted(shared_towers("nemotron_h")))
+
+
+def check_all_modes(towers: TwoTower) -> None:
     wanted, penalised = requests()[:-1], requests()[-1]
     expected = {request.id: plainly(towers, request) for request in wanted}
     backbone = backbone_of(towers)

@@ -25,6 +25,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tower_folder(tmp_path_factory.mktemp("models") / "shared", lora=default_settings(4))
 
 
+def test_with_a_token_shift_every_mode_writes_what_the_plain_loops_write(tmp_path: Path) -> None:
+    """A row's canvas waits for the context's logit of its first slot, so it shares no forward with clean tokens."""
+    folder = build_tower_folder(tmp_path / "shared", lora=default_settings(4), token_shift=True)
+    towers = load_two_tower(folder)
+    engine = Engine(load_model(folder), EngineConfig(max_length=96, max_rows=13))
+    results = {result.id: result.token_ids for result in generate_all(engine, requests())}
+    assert results == {request.id: plainly(towers, request) for request in requests()}
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, tuple[int, ...]]:
     towers = load_two_tower(folder)

@@ -46,6 +46,17 @@ KINDS: list[dict[str, Any]] = [
 WRITERS = {"diffusion": write_blocks, "ar": write_tokens, "lossless": write_lossless}
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["published", "token_shift"])
+def tower_folder(request: pytest.FixtureRequest, tower_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny towers, and the same with a token shift."""
+    if not request.param:
+        return tower_folder
+    folder = Path(shutil.copytree(tower_folder, tmp_path_factory.mktemp("shifted") / "towers"))
+    config = json.loads((folder / "two_tower.json").read_text())
+    (folder / "two_tower.json").write_text(json.dumps({**config, "token_shift": True}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def towers(tower_folder: Path) -> TwoTowerModel:
     return load_two_tower(tower_folder)
@@ -183,9 +194,12 @@ def test_all_modes_find_each_other_s_prefixes_and_go_on_where_another_engine_sto
     results = []
     for i, kind in enumerate(modes):
         results += generate_all(engine, [make_request(str(i), prompt, 20, fused="speculative", **kind)])
-    # AR needs the last prompt token's logit, and so a page less; blocks need none, and read no prompt at all
-    assert [result.cached_tokens for result in results] == [0, 3 * BLOCK, 3 * BLOCK, 4 * BLOCK]
-    assert results[3].token_ids == results[0].token_ids and results[3].forwards["prefill"] == 0
+    # AR needs the last prompt token's logit, and so a page less; blocks need none, and read no prompt at all, unless
+    # the context tower decides their first token
+    assert backbone.writer is not None
+    reads = int(backbone.writer.token_shift)
+    assert [result.cached_tokens for result in results] == [0, 3 * BLOCK, 3 * BLOCK, (4 - reads) * BLOCK]
+    assert results[3].token_ids == results[0].token_ids and results[3].forwards["prefill"] == reads
     assert results[1].token_ids == results[2].token_ids
     for known in (1, BLOCK, BLOCK + 1, 19):
         for kind, whole in zip(modes, results[:3], strict=False):

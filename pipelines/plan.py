@@ -49,8 +49,8 @@ class AssumeSection(Section):
         None,
         gt=0,
         description="network tokens for a token of a row; null: 3 for block_diffusion (clean, two noisy views, and one "
-        "more with train.ar_loss_weight), 1 for next_token, 1 for the denoiser of two_tower: the most that it can be "
-        "(adapt leaves out what no loss reads: 1.9 on chats with short answers)",
+        "more with train.ar_loss_weight), 1 for next_token, 1 for the denoiser of two_tower (2 with its complementary "
+        "masks): the most that it can be (adapt leaves out what no loss reads: 1.9 on chats with short answers)",
     )
     predicted: float = Field(1.0, gt=0, le=1, description="share of a row's tokens that carry loss; 1 is the most")
     documents: float = Field(1.0, ge=1, description="documents in a row, on average: attention stays inside them")

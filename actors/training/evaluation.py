@@ -85,8 +85,8 @@ class Evaluation:
         one = RowBatch(rows.input_ids[part], rows.labels[part], rows.document_ids[part], rows.position_ids[part])
         batch = method.held_out.batch(one, [row], HELD_OUT_EPOCH)
         tally.sum = 0.0
-        loss = float(method.loss(engine, method.moved(batch, engine.device)))
-        return loss, float(batch.scored_tokens), tally.sum
+        loss, more = method.measure(engine, method.moved(batch, engine.device))
+        return float(loss), float(batch.scored_tokens), tally.sum + more
 
     def samples(self, step: int) -> Sequence[dict[str, Any]]:
         """Lines of samples.jsonl on rank 0, nothing on the others, which help to gather the weights and wait."""

@@ -71,6 +71,10 @@ class Method(Protocol):
         """One forward: the sum of losses over the batch. engine: DeepSpeed's."""
         ...
 
+    def measure(self, engine: Any, batch: Any) -> tuple[Tensor, float]:
+        """`loss` of a batch of `held_out`, and what the bound of its likelihood has beside the observed losses."""
+        ...
+
     def write_samples(self, ranks: Ranks, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
         """Continue the prompts with the weights of the moment: lines on rank 0, nothing on the others, which help to
         gather the weights."""

@@ -91,6 +91,9 @@ class OneNetwork:
         loss: Tensor = engine(batch)
         return loss
 
+    def measure(self, engine: Any, batch: TrainingBatch) -> tuple[Tensor, float]:
+        return self.loss(engine, batch), 0.0
+
     def write_samples(self, ranks: Ranks, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
         weights = gather_weights(self._backbone.model, ranks)
         if not ranks.first:

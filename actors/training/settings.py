@@ -51,8 +51,9 @@ class EvaluationSettings:
 @dataclass(frozen=True)
 class TwoTowerSettings:
     """block_size: tokens of a block, the most that decoding may use; the first first_steps steps train with
-    first_block_size. token_shift: see `model.two_tower.config`. balance_weight: of the experts' load-balancing loss, 0
-    for none. context: "copy" writes the context tower into the model's folder, "reference" names the base model there.
+    first_block_size. token_shift: see `model.two_tower.config`; complementary_masks: see
+    `model.two_tower.training.TwoTowerObjective`. balance_weight: of the experts' load-balancing loss, 0 for none.
+    context: "copy" writes the context tower into the model's folder, "reference" names the base model there.
     context_weights: "replicated", whole on every worker, or "sharded" over them.
     """
 
@@ -60,6 +61,7 @@ class TwoTowerSettings:
     first_block_size: int | None = None
     first_steps: int = 0
     token_shift: bool = False
+    complementary_masks: bool = False
     balance_weight: float = 0.0
     denoiser: str = "clone"
     context: str = "copy"

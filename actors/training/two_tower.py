@@ -35,7 +35,7 @@ from model.two_tower.folder import TwoTowerModel, load_two_tower, make_two_tower
 from model.two_tower.layout import TwoTowerBatch
 from model.two_tower.shared import SharedDenoiser, build_shared_towers
 from model.two_tower.towers import ContextTower, Denoiser, TwoTower, check_config
-from model.two_tower.training import TwoTowerObjective, TwoTowerTraining, read_context
+from model.two_tower.training import TwoTowerObjective, TwoTowerTraining, read_context, read_measured
 
 NETWORK, TIME = "causal_lm.", "time."  # the parts of a denoiser, in the names of its weights
 
@@ -52,7 +52,7 @@ class TwoTowers:
         self._settings, self._told, self._form = settings, settings.two_tower, form
         self._model = make_towers(settings, self._told, form)
         self.module = trained_module(self._model, settings, self._told, observe)
-        self.held_out = self._objective(self._told.block_size)
+        self.held_out = self._objective(self._told.block_size).measured
 
     @property
     def context_length(self) -> int:
@@ -66,6 +66,7 @@ class TwoTowers:
             self._settings.seed,
             document_rows=towers.context.recurrent,
             token_shift=towers.config.token_shift,
+            complementary_masks=self._told.complementary_masks,
         )
 
     def objective_at(self, step: int) -> TwoTowerObjective:
@@ -92,6 +93,10 @@ class TwoTowers:
     def loss(self, engine: Any, batch: TwoTowerBatch) -> Tensor:
         loss: Tensor = engine(batch, read_context(self._model.towers.context, batch))
         return loss
+
+    def measure(self, engine: Any, batch: TwoTowerBatch) -> tuple[Tensor, float]:
+        states, more = read_measured(self._model.towers, batch)
+        return engine(batch, states), more
 
     def write_samples(self, ranks: Ranks, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
         whole = self._whole(ranks)

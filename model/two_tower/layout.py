@@ -6,7 +6,8 @@
 Blocks start where a response starts (a run of supervised tokens: every turn starts new ones), and need no alignment. A
 response's last block is filled to S with [MASK], unscored, in the denoiser only, as a canvas stands there in decoding.
 A block in which nothing is masked teaches nothing and is left out, and so is context that no block reads. t is drawn
-per document. Letters: B rows, L row length, D documents, N blocks, S block size.
+per document. With complementary masks every block stands there twice, its second view masked where the first is not,
+at the time 1 - t. Letters: B rows, L row length, D documents, N blocks, S block size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from model.corruption import IGNORED, row_generator
 from model.layout import RowBatch, hash_batch
-from model.masks import TAIL
+from model.masks import NOISY_1, NOISY_2, TAIL
 
 EPSILON = 1e-3  # smallest time
 UNREAD = 0  # stands where no block reads the context: there may be a mask, which the context tower need not know
@@ -40,7 +41,8 @@ class TwoTowerBatch:
     context_ids, context_positions, context_documents: int64 [R, n]; documents have ids of their own over all rows, TAIL
     is padding. noisy_ids, positions, targets: int64 [N, S]; masked: bool [N, S], where the loss is.
     block_row, block_offset, block_start, block_document: int64 [N]: where a block begins in the context rows, and at
-    which position of which document; source_row: the packed row that it was cut from. times: float [D]; time_index:
+    which position of which document; source_row: the packed row that it was cut from. stream: int64 [N], NOISY_1, or
+    NOISY_2 for a block's second view. times: float [D]; time_index:
     int64 [N].
     scored: bool [N, S], the queries whose logits are of the masked ones: the same, or with a token shift the slots
     before them. Flattened, both have one order.
@@ -60,6 +62,7 @@ class TwoTowerBatch:
     block_start: Tensor
     block_document: Tensor
     source_row: Tensor
+    stream: Tensor
     times: Tensor
     time_index: Tensor
     weight: float
@@ -153,12 +156,17 @@ def whole_spans(rows: RowBatch) -> list[_Span]:
     return response_spans(everything)
 
 
-def tower_lengths(rows: RowBatch, block_size: int) -> Tensor:
+def complement(corruption: Corruption) -> Corruption:
+    """The second view: masked where the first is not, at the time 1 - t."""
+    return Corruption((1 - corruption.t).clamp(min=EPSILON), ~corruption.mask)
+
+
+def tower_lengths(rows: RowBatch, block_size: int, *, views: int = 1) -> Tensor:
     """Tokens that the towers run on for each row, at most: int64 [B]. Context up to the last block, and all blocks."""
     row, begin, _ = _cut(response_spans(rows), block_size)
     none = torch.zeros(len(rows.input_ids), dtype=torch.long)
     context = none.scatter_reduce(0, row, begin, "amax")
-    return context + none.scatter_add(0, row, torch.full_like(row, block_size))
+    return context + views * none.scatter_add(0, row, torch.full_like(row, block_size))
 
 
 def lay_out_two_tower(
@@ -169,34 +177,42 @@ def lay_out_two_tower(
     mask_token_id: int,
     document_rows: bool,
     token_shift: bool = False,
+    complementary: bool = False,
     spans: list[_Span] | None = None,
     keep_all: bool = False,
     sample_ids: Sequence[int] = (),
 ) -> TwoTowerBatch:
     """The batch of packed rows under a corruption. document_rows: one document a context row (recurrent layers).
 
-    token_shift: see `TwoTowerConfig`; a block's first token is never masked then, nor scored.
+    token_shift: see `TwoTowerConfig`; a block's first token is never masked then, nor scored. complementary: two views.
     spans: what blocks are cut from, by default the responses. keep_all: also blocks without a masked token.
     """
     spans = response_spans(rows) if spans is None else spans
     rows = replace(rows, document_ids=_places(rows.document_ids).masked_fill(rows.document_ids == TAIL, TAIL))
     row, begin, end = _cut(spans, block_size)
+    stream = torch.full_like(row, NOISY_1)
+    if complementary:
+        row, begin, end = (x.repeat(2) for x in (row, begin, end))
+        stream = torch.cat((stream, torch.full_like(stream, NOISY_2)))
+    first = stream == NOISY_1
     slots = begin[:, None] + torch.arange(block_size)
     inside = slots < end[:, None]
     at = (row[:, None], slots.clamp(max=rows.input_ids.shape[1] - 1))
-    masked = corruption.mask[at] & (rows.labels[at] != IGNORED) & inside
+    other = complement(corruption)
+    masked = torch.where(first[:, None], corruption.mask[at], other.mask[at]) & (rows.labels[at] != IGNORED) & inside
     if token_shift:
         masked[:, 0] = False
     kept = torch.ones_like(row, dtype=torch.bool) if keep_all else masked.any(1)
     if not kept.any():
         return _idle(rows, block_size, mask_token_id, document_rows, sample_ids)
-    row, begin, inside, masked = (x[kept] for x in (row, begin, inside, masked))
+    row, begin, inside, masked, stream, first = (x[kept] for x in (row, begin, inside, masked, stream, first))
     at = (at[0][kept], at[1][kept])
     clean = rows.input_ids[at]
     noisy = torch.where(masked | ~inside, mask_token_id, clean)
     context = _context(rows, row, begin, document_rows)
     start = rows.position_ids[row, begin]
-    times, time_index = torch.unique(corruption.t[row, begin], return_inverse=True)
+    t = torch.where(first, corruption.t[row, begin], other.t[row, begin])
+    times, time_index = torch.unique(t, return_inverse=True)
     return TwoTowerBatch(
         context_ids=context.ids,
         context_positions=context.positions,
@@ -211,6 +227,7 @@ def lay_out_two_tower(
         block_start=start,
         block_document=context.block_document,
         source_row=row,
+        stream=stream,
         times=times,
         time_index=time_index,
         weight=1.0,
@@ -294,6 +311,7 @@ def _idle(
         block_start=zero + 1,
         block_document=zero,
         source_row=zero,
+        stream=zero + NOISY_1,
         times=torch.ones(1),
         time_index=zero,
         weight=0.0,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.attention import StreamPlan, within_window
-from model.masks import CLEAN, NOISY_1, Tokens, causal, two_tower
+from model.masks import CLEAN, Tokens, causal, two_tower
 
 KeysValues = dict[int, tuple[Tensor, Tensor]]  # by layer: [1, Hkv, T, D] each, rotated
 TILE = 128  # queries of a tile of capped attention
@@ -95,15 +95,19 @@ def beside(
     context_positions: Tensor,
     block_documents: Tensor,
     block_starts: Tensor,
+    block_streams: Tensor,
     block_size: int,
 ) -> Beside:
-    """Documents and positions int64 [T] of context tokens; document and first position int64 [N] of each block."""
+    """Documents and positions int64 [T] of context tokens; document, first position and stream int64 [N] of each block.
+
+    Blocks of one place in different streams do not see each other.
+    """
     own = torch.arange(block_size, device=block_starts.device)
     tokens = Tokens(
         stream=torch.cat(
             (
                 torch.full_like(context_positions, CLEAN),
-                torch.full_like(block_starts, NOISY_1).repeat_interleave(block_size),
+                block_streams.repeat_interleave(block_size),
             )
         ),
         document=torch.cat((context_documents, block_documents.repeat_interleave(block_size))),

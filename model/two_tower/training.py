@@ -10,7 +10,7 @@ Source: TwoTower (arXiv 2606.26493); Megatron-LM's masked training loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,7 @@ def denoise(
         batch.context_positions.flatten(),
         batch.block_document,
         batch.block_start,
+        batch.stream,
         batch.noisy_ids.shape[1],
     )
     keep = batch.scored if keep is None else keep
@@ -131,22 +132,30 @@ def cross_entropy(logits: Tensor, batch: TwoTowerBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class TwoTowerObjective:
-    """Packed rows to batches. Depends on (seed, sample id, epoch), not on topology."""
+    """Packed rows to batches. Depends on (seed, sample id, epoch), not on topology.
+
+    complementary_masks: each block in two views, as Fast-dLLM v2 trains, so that every supervised token is scored once.
+    keep_all: also blocks in which nothing is masked.
+    """
 
     block_size: int
     mask_token_id: int
     seed: int
     document_rows: bool
     token_shift: bool = False
+    complementary_masks: bool = False
+    keep_all: bool = False
+
+    @property
+    def measured(self) -> TwoTowerObjective:
+        """What held-out figures are of: one view, and with a token shift every block's first token."""
+        return replace(self, complementary_masks=False, keep_all=self.token_shift)
 
     def lengths(self, rows: RowBatch) -> Tensor:
         """Tokens that both towers run on for each row, at most: int64 [B]."""
-        return tower_lengths(rows, self.block_size)
+        return tower_lengths(rows, self.block_size, views=1 + self.complementary_masks)
 
-    def batch(
-        self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int], *, keep_all: bool = False
-    ) -> TwoTowerBatch:
-        """keep_all: also blocks in which nothing is masked."""
+    def batch(self, rows: RowBatch, sample_ids: Sequence[int], epoch: int | Sequence[int]) -> TwoTowerBatch:
         epochs = [epoch] * len(sample_ids) if isinstance(epoch, int) else epoch
         return lay_out_two_tower(
             rows,
@@ -155,7 +164,8 @@ class TwoTowerObjective:
             mask_token_id=self.mask_token_id,
             document_rows=self.document_rows,
             token_shift=self.token_shift,
-            keep_all=keep_all,
+            complementary=self.complementary_masks,
+            keep_all=self.keep_all,
             sample_ids=sample_ids,
         )
 
@@ -179,21 +189,18 @@ def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterabl
 
     Raises UserError when nothing is supervised.
     """
-    denoiser = towers.writer()
+    denoiser, objective = towers.writer(), objective.measured
     sums, counts = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
     bound, supervised, seen = 0.0, 0, 0
     with evaluating(denoiser):
         for part in rows:
             count = part.input_ids.shape[0]
-            shifted = objective.token_shift
-            batch = objective.batch(part, range(seen, seen + count), HELD_OUT_EPOCH, keep_all=shifted)
+            batch = objective.batch(part, range(seen, seen + count), HELD_OUT_EPOCH)
             seen, supervised = seen + count, supervised + batch.supervised_tokens
             if not batch.weight:
                 continue
-            before = before_blocks(batch) if shifted else None
-            states = read_context(towers.context, batch, keep=before)
-            if before is not None:
-                bound += float(head_losses(states.logits, batch, before).sum())
+            states, heads = read_measured(towers, batch)
+            bound += heads
             if not batch.scored.any():
                 continue
             losses = token_losses(denoiser, batch, states).double().cpu()
@@ -208,6 +215,16 @@ def held_out_bound(towers: TwoTower, objective: TwoTowerObjective, rows: Iterabl
     return HeldOut(float(sums.sum() / counts.sum().clamp(min=1)), bound / supervised, by_t)
 
 
+def read_measured(towers: TwoTower, batch: TwoTowerBatch) -> tuple[ContextStates, float]:
+    """The context of a batch of `TwoTowerObjective.measured`, and with a token shift the sum of the context tower's own
+    losses (nats) of the blocks' first tokens, else 0."""
+    if not towers.config.token_shift:
+        return read_context(towers.context, batch), 0.0
+    before = before_blocks(batch)
+    states = read_context(towers.context, batch, keep=before)
+    return states, batch.weight * float(head_losses(states.logits, batch, before).sum())
+
+
 def before_blocks(batch: TwoTowerBatch) -> Tensor:
     """Bool [R, n]: the context's tokens that stand right before a block."""
     follows = batch.block_offset > 0
@@ -219,6 +236,7 @@ def before_blocks(batch: TwoTowerBatch) -> Tensor:
 def head_losses(logits: Tensor, batch: TwoTowerBatch, keep: Tensor) -> Tensor:
     """Cross-entropy of the first token of each block that something stands before, float64 [M]; logits: those of
     `before_blocks`."""
+    batch, keep = batch.to("cpu"), keep.cpu()
     follows = batch.block_offset > 0
     place = (keep.flatten().cumsum(0).view_as(keep) - 1)[batch.block_row[follows], batch.block_offset[follows] - 1]
     return functional.cross_entropy(logits.double().cpu()[place], batch.targets[follows, 0], reduction="none")

@@ -17,6 +17,8 @@ from pipelines.training.section import TrainSection, worker_keys
 def streams_of(config: AdaptConfig) -> float:
     """Network tokens for a token of a row, at most: clean, one or two noisy views, one causal where asked for."""
     views = 0.0 if config.train.complementary_masks else -1.0
+    if config.two_tower is not None and config.two_tower.complementary_masks:
+        views += 1.0
     return STREAMS[config.objective] + views + (1.0 if config.train.ar_loss_weight else 0.0)
 
 

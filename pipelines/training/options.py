@@ -53,6 +53,11 @@ class TwoTowerSection(Section):
         description="true: a slot's logits are of the slot behind it, as the base model learned them, and the context "
         "tower decides each block's first token; false, as published: of the slot itself",
     )
+    complementary_masks: bool = Field(
+        False,
+        description="true: each block in two views, the second masked where the first is not, so that all tokens of an "
+        "answer are learned in each step, for about twice the computing; false, as published: one view",
+    )
     balance_weight: float = Field(
         0.0,
         ge=0,

@@ -90,18 +90,20 @@ def told(**changes: Any) -> TrainSettings:
 @pytest.fixture(scope="module")
 def runs(trained: TrainingRun, tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outputs by name: the run taken up again at its first checkpoint, the run with activations recomputed, a hybrid of
-    Mamba, attention and experts, and experts with a balance loss in bfloat16."""
+    Mamba, attention and experts, experts with a balance loss in bfloat16, a token shift with complementary masks."""
     root = tmp_path_factory.mktemp("two_tower")
     (root / "resumed" / "checkpoints").mkdir(parents=True)
     (root / "resumed" / "checkpoints" / f"step_{SAVED}").symlink_to(checkpoint(trained, SAVED))
     commit = json.loads((checkpoint(trained, SAVED) / "COMMIT.json").read_text())
     evaluation = EvaluationSettings(SAVED, str(rows / "held_out"), HELD_OUT_ROWS, SAMPLES, TOKENS)
     sharded = TwoTowerSettings(BLOCK, FIRST_BLOCK, FIRST_STEPS, context_weights="sharded")
+    both_views = TwoTowerSettings(BLOCK, token_shift=True, complementary_masks=True)
     small = {"steps": 3, "two_tower": TwoTowerSettings(BLOCK, context="reference"), "evaluation": evaluation}
     changes: dict[str, dict[str, Any]] = {
         "resumed": {"identity": Identity(commit["identity"], commit["values"]), "evaluation": evaluation},
         "recomputed": {"activation_checkpointing": True, "steps": 4},
         "sharded": {"two_tower": sharded, "steps": 4, "evaluation": evaluation, "zero_stage": 1},
+        "views": {"two_tower": both_views, "steps": 2, "evaluation": evaluation, "zero_stage": 2},
         "hybrid": {**small, "model": str(saved_decoder("nemotron_h", root / "models" / "hybrid"))},
         "experts": {
             "steps": 2, "dtype": "bfloat16", "zero_stage": 1, "micro_tokens": 120,
@@ -146,7 +148,14 @@ def plain_losses(model: TwoTowerModel, rows: Path, settings: TrainSettings) -> l
     for step in range(settings.steps):
         samples = order.samples(step)
         size = settings.two_tower.block_size_at(step)
-        maker = TwoTowerObjective(size, towers.config.mask_token_id, 0, towers.context.recurrent)
+        maker = TwoTowerObjective(
+            size,
+            towers.config.mask_token_id,
+            0,
+            towers.context.recurrent,
+            settings.two_tower.token_shift,
+            settings.two_tower.complementary_masks,
+        )
         batch = maker.batch(packed.rows([s.row for s in samples]), [s.row for s in samples], [s.epoch for s in samples])
         loss = module(batch, read_context(towers.context, batch)) / batch.scored_tokens
         optimizer.zero_grad()
@@ -185,6 +194,21 @@ def test_a_hybrid_takes_the_steps_of_a_plain_loop_on_shared_out_weights(runs: Pa
     found = [(line["loss"], line["grad_norm"]) for line in read_metrics(runs / "hybrid")]
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
+
+
+def test_with_a_token_shift_and_complementary_masks_too(runs: Path, tiny_model: Path, rows: Path) -> None:
+    """And the model that it writes knows of the shift; without one its first tokens would be drafted by chance."""
+    run = told(steps=2, two_tower=TwoTowerSettings(BLOCK, token_shift=True, complementary_masks=True))
+    model = begun(tiny_model)
+    found = [(line["loss"], line["grad_norm"]) for line in read_metrics(runs / "views")]
+    expected = plain_losses(model, rows, run)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
+    loaded = load_two_tower(runs / "views" / "model")
+    assert loaded.towers.config.token_shift
+    shifted = TwoTowerObjective(BLOCK, loaded.towers.config.mask_token_id, 0, document_rows=False, token_shift=True)
+    bound = held_out_bound(loaded.towers, shifted, each_row(held_out(rows))).bound
+    assert read_metrics(runs / "views")[-1]["held_out_bound"] == pytest.approx(bound, rel=1e-4)
 
 
 def test_a_run_taken_up_again_repeats_every_bit(trained: TrainingRun, runs: Path) -> None:

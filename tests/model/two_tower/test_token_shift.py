@@ -116,7 +116,7 @@ def test_the_bound_counts_first_tokens_by_the_context_tower(kind: str) -> None:
     towers, rows = shifted(shared_towers(kind)), chat_rows()
     objective = TwoTowerObjective(BLOCK, MASK, 0, towers.context.recurrent, token_shift=True)
     found = held_out_bound(towers, objective, [rows])
-    batch = objective.batch(rows, [0, 1], -1, keep_all=True)
+    batch = objective.measured.batch(rows, [0, 1], -1)
     with torch.no_grad():
         losses = token_losses(towers.writer(), batch, read_context(towers.context, batch))
     total = float((losses / batch.noise.double()).sum())

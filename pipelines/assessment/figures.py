@@ -28,11 +28,12 @@ class Share:
 
 
 def wilson(correct: int, count: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson score interval (Wilson 1927) for `correct` of `count`, count at least 1."""
+    """Wilson score interval (Wilson 1927) for `correct` of `count`, count at least 1. The share itself lies in it,
+    which rounding alone would not grant at 0 and 1."""
     share, square = correct / count, z * z / count
     centre = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
 @dataclass(frozen=True)

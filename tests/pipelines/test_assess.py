@@ -155,6 +155,14 @@ def test_the_interval_is_wilsons(correct: int, low: float, high: float) -> None:
     assert wilson(correct, 10) == pytest.approx((low, high), abs=1e-4)
 
 
+def test_the_interval_holds_its_share_where_none_or_all_are_right() -> None:
+    """The plot draws their distances, and refuses a negative one."""
+    for count in range(1, 200):
+        for correct in (0, count):
+            low, high = wilson(correct, count)
+            assert 0 <= low <= correct / count <= high <= 1
+
+
 # ------------------------------------------------------------------------------------------------- own prompts
 def test_own_prompts_are_judged_where_they_bring_an_answer(
     assessed: Assessed, tiny_adapted_model: Path, tmp_path: Path

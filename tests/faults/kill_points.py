@@ -27,7 +27,7 @@ from actors.training.board import Failure
 from actors.training.checkpoints import CheckpointStore, Identity
 from actors.training.ranks import Ranks
 from actors.training.run_files import Fence
-from actors.training.settings import TrainSettings
+from actors.training.settings import EvaluationSettings, TrainSettings, TwoTowerSettings
 from actors.training.trainer import Link, Trainer
 from actors.training.watchdog import Beat
 from actors.training.zero import build_extension
@@ -146,8 +146,13 @@ def warm_up(model: str) -> None:
 
 def told_of(values: dict[str, Any]) -> TrainSettings:
     """Settings from JSON."""
-    lora = values.get("lora")
-    return settings(**{**values, "lora": LoraSettings(**{**lora, "targets": tuple(lora["targets"])}) if lora else None})
+    lora, changed = values.get("lora"), dict(values)
+    if lora:
+        changed["lora"] = LoraSettings(**{**lora, "targets": tuple(lora["targets"])})
+    for name, kind in (("two_tower", TwoTowerSettings), ("evaluation", EvaluationSettings)):
+        if name in values:
+            changed[name] = kind(**values[name])
+    return settings(**changed)
 
 
 def main(plan: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from actors.training.rows import RowFormat, micro_steps
 from tests.packed import counting_rows, write_rows
-from tests.training_runs import LEARNING_RATE, MICRO_ROWS, ROWS_PER_STEP, read_metrics, timeless
+from tests.training_runs import FORM, LEARNING_RATE, MASK, MICRO_ROWS, ROWS_PER_STEP, read_metrics, timeless
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 STEPS = 12
@@ -60,6 +61,18 @@ SHORT_RESIZES = [
     {"workers": 1},  # from 4
 ]
 
+# Two towers, with larger blocks first, evaluations and samples. Settings; whether at length only.
+TOWERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "clone": ({"two_tower": {"block_size": 4, "first_block_size": 8, "first_steps": 3}}, False),
+    "adapter of two towers": ({"two_tower": {"block_size": 4, "denoiser": "lora"}, "lora": LORA}, True),
+}
+TOWER_KILLS = [
+    {"workers": 1, "kill": ["micro_step", 2 * FORWARDS[1] + 2]},  # in the middle of step 3
+    {"workers": 1, "kill": ["metrics", 2]},  # from 2, when the line of step 4 is there and its checkpoint is not
+    {"workers": 1, "kill": ["before the name", 1]},  # from 2, in that checkpoint
+    {"workers": 1},
+]
+
 UPLOADS = [
     {"workers": 1, "kill": ["between uploads", 2]},  # of the checkpoint of step 3
     {"workers": 1, "kill": ["before the marker", 2]},  # the checkpoint of step 6 is there, but for its marker
@@ -80,6 +93,10 @@ class Played:
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.output)
 
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.output / "samples.jsonl").read_text().splitlines()]
+
 
 def kills(at_length: bool) -> list[tuple[str, int, int]]:
     return [(point, count, newest) for point, count, newest, long in KILLS if at_length or not long]
@@ -98,6 +115,21 @@ def short_plans(at_length: bool, adapted: dict[str, str]) -> dict[str, list[dict
         plans[f"{name}, whole"] = [{"workers": 1, **told}]
         plans[f"{name}, resized"] = [{**run, **told} for run in SHORT_RESIZES]
     return plans
+
+
+def tower_plans(at_length: bool, held_out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each kind of denoiser a whole run, and one that is killed three times."""
+    evaluation = {"every": 3, "rows": str(held_out), "most_rows": 2, "samples": 2, "sample_tokens": 8}
+    plans: dict[str, list[dict[str, Any]]] = {}
+    for name in towers(at_length):
+        told = {"settings": {**SHORT, "objective": "two_tower", "evaluation": evaluation, **TOWERS[name][0]}}
+        plans[f"{name}, whole"] = [{"workers": 1, **told}]
+        plans[f"{name}, killed"] = [{**run, **told} for run in TOWER_KILLS]
+    return plans
+
+
+def towers(at_length: bool) -> list[str]:
+    return [name for name, (_, long) in TOWERS.items() if at_length or not long]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +152,7 @@ def played(
         "resized": RESIZES,
         "uploaded": UPLOADS,
         **short_plans(at_length, adapted),
+        **tower_plans(at_length, write_rows(folder / "held_out", counting_rows(4, mask_token_id=MASK), FORM)),
     }
     scheme = {"uploaded": OBJECT_STORE}
     told = {
@@ -194,3 +227,23 @@ def test_a_run_killed_while_it_uploads_goes_on_from_the_checkpoint_that_has_its_
     assert uploaded.ends[-1]["codes"] == [0], uploaded.errors
     assert timeless(uploaded.metrics) == timeless(whole.metrics)
     assert sorted(path.name for path in (uploaded.output / "checkpoints").iterdir()) == ["step_12", "step_9"]
+
+
+def test_two_towers_that_are_killed_go_on_to_the_same_losses_samples_and_weights(
+    played: dict[str, Played], at_length: bool
+) -> None:
+    for name in towers(at_length):
+        whole, killed = played[f"{name}, whole"], played[f"{name}, killed"]
+        ends = [(end["codes"], end["newest"]) for end in killed.ends]
+        assert ends == [([KILLED], 2), ([KILLED], 2), ([KILLED], 2), ([0], 6)], (name, killed.errors)
+        assert timeless(killed.metrics) == timeless(whole.metrics)
+        assert sum("held_out_bound" in line for line in whole.metrics) == 2
+        assert [line["step"] for line in whole.samples] == [3, 3, 6, 6]
+        assert timeless(killed.samples) == timeless(whole.samples)
+        files = [contents(one.output / "model") for one in (killed, whole)]
+        assert files[0] == files[1] and f"context{os.sep}model.safetensors" in files[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -10,7 +10,8 @@ A query's keys are one contiguous stretch before the noisy part plus, when noisy
 exists: the first part is walked in tiles of queries against the stretch of keys that their documents reach, the own
 blocks are one batched call, and the two softmaxes are merged by their log-sum-exps. The backward pass recomputes each
 tile from the merged output and log-sum-exp (as ring attention does), so what is kept grows with the tokens only.
-On CUDA the same predicate drives compiled flex attention.
+On CUDA the same predicate drives compiled flex attention. Capped scores (Gemma 2) take the plain path of
+`model.capping` on a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
+from model.capping import capped_attention, capped_score
 from model.errors import UserError
 from model.masks import Predicate, Tokens
 
@@ -79,15 +81,15 @@ def blockcast_attention(
         raise UserError(
             "A Blockcast model was called without attention_plan: pass one, or load it with attn_implementation='sdpa'."
         )
-    if (softcap is not None and not isinstance(attention_plan, CappingPlan)) or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} caps its attention scores or uses sinks, which Blockcast does not support yet."
-        )
+    if s_aux is not None:
+        raise UserError(f"{type(module).__name__} uses attention sinks, which Blockcast does not support yet.")
     if dropout:
         raise UserError("Attention dropout is not supported: set attention_dropout to 0 in the model's config.json.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cast(int, module.layer_idx)
-    if softcap is not None and isinstance(attention_plan, CappingPlan):
+    if softcap is not None:
+        if not isinstance(attention_plan, CappingPlan):
+            raise UserError(f"{type(module).__name__} caps its attention scores, which this forward's plan cannot do.")
         out = attention_plan.attend_capped(layer, query, key, value, scale, sliding_window, softcap)
     else:
         out = attention_plan.attend(layer, query, key, value, scale, sliding_window)
@@ -176,8 +178,20 @@ class StreamPlan:
         )
         return out
 
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        if query.is_cuda:
+            return self._attend_flex(query, key, value, scale, window, capped_score(softcap))
+
+        def allowed(rows: slice) -> Tensor:
+            q, k = self.tokens.at((rows, None)), self.tokens.at((None, slice(None)))
+            return within_window(self.predicate(q, k), q, k, window)
+
+        return capped_attention(query, key, value, allowed, scale, softcap)
+
     def _attend_flex(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None, score_mod: Any = None
     ) -> Tensor:
         from torch.nn.attention.flex_attention import create_block_mask
 
@@ -189,6 +203,7 @@ class StreamPlan:
             query,
             key,
             value,
+            score_mod=score_mod,
             block_mask=self._flex[sliding_window],
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -38,12 +38,12 @@ class LossHead(nn.Linear):
         return made
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+        self, hidden: Tensor, targets: Tensor | None = None, weights: Tensor | None = None, softcap: float | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [..., V] of hidden states [..., H]; with targets what `cross_entropy` gives."""
+        """Logits [..., V] of hidden states [..., H], never capped; with targets what `cross_entropy` gives."""
         if targets is None:
             return functional.linear(hidden, self.weight, self.bias)
-        return cross_entropy(hidden, self.weight, self.bias, targets, weights)
+        return cross_entropy(hidden, self.weight, self.bias, targets, weights, softcap=softcap)
 
 
 def cross_entropy(
@@ -53,12 +53,14 @@ def cross_entropy(
     targets: Tensor,
     weights: Tensor | None = None,
     *,
+    softcap: float | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(sum of weighted losses, losses [N] without weights and gradient) of a linear head in nats.
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N], weights [N] (None: all 1). chunk_rows: rows of a
-    chunk; None: as many as CPU_CHUNK_BYTES or GPU_CHUNK_BYTES of logits allow. Losses are float32, in a float64 model
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N], weights [N] (None: all 1). softcap: logits count
+    as cap * tanh(logit / cap) (Gemma). chunk_rows: rows of a chunk; None: as many as CPU_CHUNK_BYTES or GPU_CHUNK_BYTES
+    of logits allow. Losses are float32, in a float64 model
     float64. The sum can be differentiated once.
     """
     if weights is None:
@@ -66,7 +68,8 @@ def cross_entropy(
     rows = chunk_rows or _rows_of_a_chunk(weight)
     gradient = torch.is_grad_enabled()
     return cast(
-        tuple[Tensor, Tensor], _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, weights, rows, gradient)
+        tuple[Tensor, Tensor],
+        _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, weights, rows, gradient, softcap),
     )
 
 
@@ -88,6 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         rows: int,
         gradient: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         wanted = [gradient and need for need in ctx.needs_input_grad[:3]]
@@ -95,9 +99,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(len(targets), dtype=wide, device=hidden.device)
         for part in _chunks(len(targets), rows):
             logits = functional.linear(hidden[part], weight, bias).to(wide)
+            slope = None
+            if softcap is not None:
+                logits, slope = _capped(logits, softcap)
             losses[part], scores = _losses_and_scores(logits, targets[part], weights[part].to(wide), any(wanted))
             if any(wanted):
-                sums.add(part, scores.to(hidden.dtype))
+                sums.add(part, (scores if slope is None else scores.mul_(slope)).to(hidden.dtype))
         ctx.gradients = sums.finished()
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
@@ -108,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("this loss was differentiated already: its gradients were kept for one backward pass")
         scaled = tuple(None if g is None else g.mul_(grads[0]) for g in ctx.gradients)
         ctx.gradients = None
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _chunks(count: int, rows: int) -> list[slice]:
@@ -116,6 +123,12 @@ def _chunks(count: int, rows: int) -> list[slice]:
     parts = max(1, -(-count // rows))
     edges = [count * part // parts for part in range(parts + 1)]
     return [slice(begin, end) for begin, end in pairwise(edges)]
+
+
+def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+    """cap * tanh(logits / cap), and its derivative."""
+    bent = (logits / softcap).tanh_()
+    return bent * softcap, bent.square_().neg_().add_(1)
 
 
 def _losses_and_scores(logits: Tensor, targets: Tensor, weights: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -201,7 +201,8 @@ class TrainingModel(nn.Module):
         """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's predictions."""
         states = predicting_states(self.causal_lm, batch)
         targets, weights = batch.targets.to(states.device), batch.weights.to(states.device)
-        total, losses = self.causal_lm.get_output_embeddings()(states, targets, weights)
+        head, softcap = self.causal_lm.get_output_embeddings(), logit_cap(self.causal_lm)
+        total, losses = head(states, targets, weights, softcap)
         if self.observe is not None:
             self.observe(batch, losses)
         loss: Tensor = total
@@ -213,14 +214,15 @@ def token_losses(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     head = LossHead.in_place_of(causal_lm.get_output_embeddings())
     with torch.no_grad():
         states = predicting_states(causal_lm, batch)
-        losses: Tensor = head(states, batch.targets.to(states.device))[1]
+        losses: Tensor = head(states, batch.targets.to(states.device), None, logit_cap(causal_lm))[1]
     return losses
 
 
 def predicted_logits(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     """Logits [N, V] at the batch's slots; the head never sees any other position."""
     logits: Tensor = causal_lm.get_output_embeddings()(predicting_states(causal_lm, batch))
-    return logits
+    softcap = logit_cap(causal_lm)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def predicting_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:
@@ -242,6 +244,12 @@ def logit_factor(causal_lm: PreTrainedModel) -> float:
     config = causal_lm.config.get_text_config()
     factor = getattr(config, "lm_head_multiplier", None) or getattr(config, "logit_scale", None) or 1.0
     return float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def logit_cap(causal_lm: PreTrainedModel) -> float | None:
+    """The cap of a model whose logits are cap * tanh(logit / cap) (Gemma 2), else None."""
+    softcap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
+    return None if softcap is None else float(softcap)
 
 
 def hidden_states(causal_lm: PreTrainedModel, batch: TrainingBatch) -> Tensor:

@@ -23,10 +23,17 @@ class DensePlan:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
     ) -> Tensor:
+        return self.attend_capped(layer, query, key, value, scale, sliding_window, float("inf"))
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~self.allowed, float("-inf"))
-        return scores.softmax(-1) @ value
+        scores = query @ key.transpose(-1, -2) * scale
+        if softcap < float("inf"):
+            scores = softcap * (scores / softcap).tanh()
+        return scores.masked_fill(~self.allowed, float("-inf")).softmax(-1) @ value
 
 
 def logits_of(model: Any, ids: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.cache import BlockCache
+from model.capping import capped_attention
 from model.kernels import paged_attention
 
 NONE = np.zeros(0, dtype=np.int64)
@@ -65,6 +66,13 @@ class Span:
         """First position that any query reaches."""
         return 0 if sliding_window is None else max(0, self.position - sliding_window + 1)
 
+    def hidden(self, sliding_window: int | None, device: torch.device) -> Tensor:
+        """Bool [count, keys from `first_key` on]: what a query does not see."""
+        q = torch.arange(self.position, self.position + self.count, device=device)[:, None]
+        k = torch.arange(self.first_key(sliding_window), self.visible, device=device)[None]
+        hidden = k > q if self.causal else torch.zeros_like(k > q)
+        return hidden if sliding_window is None else hidden | (q - k >= sliding_window)
+
     def needs_mask(self, sliding_window: int | None) -> bool:
         """False where every query sees every key of the stretch."""
         slides = sliding_window is not None and self.position + self.count > sliding_window
@@ -85,8 +93,7 @@ class DecodePlan:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Write key and value [1, Hkv, T, D], then attend with query [1, Hq, T, D]. Padding gets zeros."""
-        tokens = self.where.shape[0]
-        self.cache.write(layer, self.where, key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1))
+        tokens = self._write(layer, key, value)
         if self._kernel_takes(query, value):
             return self._attend_kernel(layer, query, scale, sliding_window)
         out = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
@@ -97,6 +104,26 @@ class DecodePlan:
                 out[here] = self._attend_span(span, query[0, :, here], keys, values, scale, sliding_window)
         out[tokens:] = 0
         return out.transpose(0, 1)[None]
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        """As `attend`, with capped scores; always in PyTorch."""
+        self._write(layer, key, value)
+        out = query.new_zeros((*query.shape[:3], value.shape[3]))
+        for index, piece in enumerate(self.pieces):
+            keys, values = self.cache.read(layer, self._where(index, piece))
+            for span in piece.spans():
+                here, seen = slice(span.offset, span.offset + span.count), slice(span.first_key(window), span.visible)
+                k, v, allowed = keys[:, :, seen], values[:, :, seen], ~span.hidden(window, query.device)
+                out[:, :, here] = capped_attention(query[:, :, here], k, v, allowed.__getitem__, scale, softcap)
+        return out
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> int:
+        """Keys and values of the tokens that are no padding into the pages; how many they are."""
+        tokens = self.where.shape[0]
+        self.cache.write(layer, self.where, key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1))
+        return tokens
 
     def _kernel_takes(self, query: Tensor, value: Tensor) -> bool:
         fits = query.dtype in paged_attention.DTYPES and query.shape[3] == value.shape[3]
@@ -149,11 +176,7 @@ class DecodePlan:
     def _bias(self, span: Span, sliding_window: int | None, folded: Tensor) -> Tensor:
         """Additive mask [group * n, keys], made once a forward."""
         if (span, sliding_window) not in self._biases:
-            q = torch.arange(span.position, span.position + span.count, device=folded.device)[:, None]
-            k = torch.arange(span.first_key(sliding_window), span.visible, device=folded.device)[None]
-            hidden = k > q if span.causal else torch.zeros_like(k > q)
-            if sliding_window is not None:
-                hidden = hidden | (q - k >= sliding_window)
+            hidden = span.hidden(sliding_window, folded.device)
             bias = torch.zeros(hidden.shape, dtype=folded.dtype, device=folded.device).masked_fill_(hidden, -torch.inf)
             self._biases[span, sliding_window] = bias.repeat(folded.shape[2] // span.count, 1)
         return self._biases[span, sliding_window]

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from model.attention import compiled_flex
 from model.cache import BlockCache
+from model.capping import capped_score
 from model.decoding.packing import PIECES, Packed
 from model.decoding.plan import Piece
 
@@ -126,13 +127,25 @@ class FlexPlan:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Write key and value [1, Hkv, T, D], then attend with query [1, Hq, T, D]. Padding gets zeros."""
+        return self._attend(layer, query, key, value, scale, sliding_window, None)
+
+    def attend_capped(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        """As `attend`, with capped scores."""
+        return self._attend(layer, query, key, value, scale, window, capped_score(softcap))
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, score_mod: Any
+    ) -> Tensor:
         self.cache.write(layer, self.buffers.where, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = (t[: self.cache.tokens].transpose(0, 1)[None] for t in self.cache.layer(layer, key[0], value[0]))
         out: Tensor = self.attention(
             query,
             keys,
             values,
-            block_mask=self._mask(sliding_window),
+            score_mod=score_mod,
+            block_mask=self._mask(window),
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
         )

@@ -7,17 +7,16 @@ attends to [context ; own block] under `masks.two_tower` (`Beside`), and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from model.attention import StreamPlan, within_window
+from model.capping import capped_attention
 from model.masks import CLEAN, Tokens, causal, two_tower
 
 KeysValues = dict[int, tuple[Tensor, Tensor]]  # by layer: [1, Hkv, T, D] each, rotated
-TILE = 128  # queries of a tile of capped attention
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,7 @@ class Recording:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         self.kept[layer] = (key.detach(), value.detach())
-
-        def allowed(rows: slice) -> Tensor:
-            q, k = self.tokens.at((rows, None)), self.tokens.at((None, slice(None)))
-            return within_window(causal(q, k), q, k, window)
-
-        return capped_attention(query, key, value, allowed, scale, softcap)
+        return self.streams.attend_capped(layer, query, key, value, scale, window, softcap)
 
 
 def recording(documents: Tensor, positions: Tensor) -> Recording:
@@ -115,26 +109,6 @@ def beside(
         position=torch.cat((context_positions, (block_starts[:, None] + own).flatten())),
     )
     return Beside(StreamPlan(tokens, len(context_positions), block_size, two_tower, last_layer=-1), kept)
-
-
-def capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Callable[[slice], Tensor], scale: float, softcap: float
-) -> Tensor:
-    """Attention with scores cap * tanh(score / cap), [1, Hq, T, D], tile by tile; every query must see something.
-
-    allowed: bool [rows, keys] of a slice of queries.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out = []
-    for start in range(0, query.shape[2], TILE):
-        rows = slice(start, min(start + TILE, query.shape[2]))
-        scores = (query[:, :, rows].to(wide) @ key.to(wide).transpose(-1, -2)) * scale
-        scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~allowed(rows).to(scores.device), -torch.inf).softmax(-1)
-        out.append(weights.to(value.dtype) @ value)
-    return torch.cat(out, dim=2)
 
 
 def _on(tokens: Tokens, device: torch.device) -> Tokens:

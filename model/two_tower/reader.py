@@ -20,7 +20,6 @@ from model.cache import BlockCache
 from model.decoding.plan import DecodePlan, Piece
 from model.errors import UserError
 from model.two_tower.canvas import denoise, extra_rows
-from model.two_tower.prefix import capped_attention
 from model.two_tower.recurrent import States, join_states
 from model.two_tower.towers import TwoTower
 
@@ -133,7 +132,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Capping:
-    """A decoding plan for models of which only some layers attend, that can cap scores too, without the kernel."""
+    """A decoding plan for models of which only some layers attend: those count in the pages, one after the other."""
 
     plan: DecodePlan
     storage: dict[int, int]
@@ -148,22 +147,7 @@ class Capping:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         place = self.storage.setdefault(layer, len(self.storage))
-        cache, tokens = self.plan.cache, self.plan.where.shape[0]
-        cache.write(place, self.plan.where, key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1))
-        out = query.new_zeros((*query.shape[:3], value.shape[3]))
-        for piece in self.plan.pieces:
-            where = torch.from_numpy(cache.where(piece.table, np.arange(piece.visible))).to(query.device)
-            keys, values = cache.read(place, where)
-            rows = slice(piece.offset, piece.offset + piece.count)
-
-            def allowed(tile: slice, piece: Piece = piece) -> Tensor:
-                q = (piece.position + torch.arange(tile.start, tile.stop))[:, None]
-                k = torch.arange(piece.visible)[None]
-                seen = k <= q if piece.span == 1 else torch.ones_like(k <= q)
-                return seen if window is None else seen & (q - k < window)
-
-            out[:, :, rows] = capped_attention(query[:, :, rows], keys, values, allowed, scale, softcap)
-        return out
+        return self.plan.attend_capped(place, query, key, value, scale, window, softcap)
 
 
 @dataclass(frozen=True)

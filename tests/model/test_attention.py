@@ -52,11 +52,12 @@ def allowed(plan: StreamPlan, window: int | None) -> torch.Tensor:
 
 
 def out_and_gradients(
-    plan: attention.AttentionPlan, inputs: list[torch.Tensor], window: int | None
+    plan: attention.CappingPlan, inputs: list[torch.Tensor], window: int | None, cap: float | None = None
 ) -> list[torch.Tensor]:
     for x in inputs:
         x.grad = None
-    out = plan.attend(0, *inputs, 0.3, window)
+    capped = cap is not None
+    out = plan.attend_capped(0, *inputs, 0.3, window, cap) if capped else plan.attend(0, *inputs, 0.3, window)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
     (out * weights).sum().backward()
     return [out.detach(), *(x.grad.clone() for x in inputs if x.grad is not None)]
@@ -73,6 +74,7 @@ def out_and_gradients(
     keep_all=st.booleans(),
     window=st.sampled_from([None, 16, 40]),
     tile=st.sampled_from([8, 32, 128]),
+    cap=st.sampled_from([None, None, 0.5]),
 )
 def test_structured_attention_and_its_gradients_equal_the_dense_mask(
     seed: int,
@@ -84,6 +86,7 @@ def test_structured_attention_and_its_gradients_equal_the_dense_mask(
     keep_all: bool,
     window: int | None,
     tile: int,
+    cap: float | None,
 ) -> None:
     before, attention.TILE = attention.TILE, tile
     try:
@@ -92,8 +95,8 @@ def test_structured_attention_and_its_gradients_equal_the_dense_mask(
     finally:
         attention.TILE = before
     inputs = qkv(plan, seed)
-    ours = out_and_gradients(plan, inputs, window)
-    oracle = out_and_gradients(DensePlan(allowed(plan, window)), inputs, window)
+    ours = out_and_gradients(plan, inputs, window, cap)
+    oracle = out_and_gradients(DensePlan(allowed(plan, window)), inputs, window, cap)
     for left, right in zip(ours, oracle, strict=True):
         assert float((left - right).abs().max()) < 1e-12 * max(1.0, float(right.abs().max()))
 
@@ -153,8 +156,8 @@ def test_what_attention_cannot_do_is_refused_with_a_sentence(tiny_model: Path) -
         backbone.model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
     plan = plan_of(random_rows(6))
     module, (q, k, v) = backbone.model.model.layers[0].self_attn, qkv(plan, 6)
-    with pytest.raises(UserError, match="caps its attention scores"):
-        attention.blockcast_attention(module, q, k, v, None, attention_plan=plan, softcap=30.0)
+    with pytest.raises(UserError, match="uses attention sinks"):
+        attention.blockcast_attention(module, q, k, v, None, attention_plan=plan, s_aux=q)
     with pytest.raises(UserError, match="dropout"):
         attention.blockcast_attention(module, q, k, v, None, attention_plan=plan, dropout=0.1)
 

@@ -28,20 +28,25 @@ def inputs(seed: int, dtype: torch.dtype = torch.float64, *, bias: bool = False)
     return [*made, torch.randint(V, (N,), generator=g), torch.rand(N, generator=g)]
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor) -> Tensor:
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor, softcap: float | None = None
+) -> Tensor:
     logits = functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return (functional.cross_entropy(wide, targets, reduction="none") * weights).sum()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 22, 23, 100])
-def test_loss_and_gradients_equal_the_plain_form_for_any_chunk(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_loss_and_gradients_equal_the_plain_form_for_any_chunk(rows: int, bias: bool, softcap: float | None) -> None:
     *parameters, targets, weights = inputs(rows, bias=bias)
     hidden, weight, offset = (*parameters, None)[:3]
-    expected = plain(hidden, weight, offset, targets, weights)
+    expected = plain(hidden, weight, offset, targets, weights, softcap)
     gradients = torch.autograd.grad(3 * expected, parameters)
-    total, losses = cross_entropy(hidden, weight, offset, targets, weights, chunk_rows=rows)
+    total, losses = cross_entropy(hidden, weight, offset, targets, weights, softcap=softcap, chunk_rows=rows)
     assert total.item() == pytest.approx(expected.item(), rel=1e-13)
     assert float((losses * weights).sum()) == pytest.approx(expected.item(), rel=1e-13)
     for ours, theirs in zip(torch.autograd.grad(3 * total, parameters), gradients, strict=True):

@@ -26,12 +26,14 @@ class History:
     table: np.ndarray
 
 
-def dense_attention(query: Tensor, history: History, allowed: Tensor) -> Tensor:
+def dense_attention(query: Tensor, history: History, allowed: Tensor, cap: float | None) -> Tensor:
     """query [HEADS, n, WIDTH], allowed bool [n, LENGTH] -> [HEADS, n, WIDTH]."""
     groups = HEADS // KV_HEADS
     key, value = history.key.repeat_interleave(groups, 0), history.value.repeat_interleave(groups, 0)
-    scores = (query @ key.transpose(1, 2) * SCALE).masked_fill(~allowed, -torch.inf)
-    return scores.softmax(-1) @ value
+    scores = query @ key.transpose(1, 2) * SCALE
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value
 
 
 def filled_cache(rows: int) -> tuple[BlockCache, list[History]]:
@@ -64,8 +66,9 @@ FUSED = [
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 100])
 @pytest.mark.parametrize("turns", [MIXED, FUSED])
+@pytest.mark.parametrize("cap", [None, 0.7])
 def test_a_mixed_round_equals_dense_attention_of_each_row(
-    turns: list[tuple[int, int, int, int, int]], window: int | None
+    turns: list[tuple[int, int, int, int, int]], window: int | None, cap: float | None
 ) -> None:
     cache, rows = filled_cache(4)
     pieces, where, offset = [], [], 0
@@ -77,7 +80,10 @@ def test_a_mixed_round_equals_dense_attention_of_each_row(
     query = torch.randn(1, HEADS, offset + padding, WIDTH, dtype=torch.float64)
     key, value = torch.randn(2, 1, KV_HEADS, offset + padding, WIDTH, dtype=torch.float64)
     plan = DecodePlan(cache, pieces, torch.from_numpy(np.concatenate(where)))
-    out = plan.attend(0, query, key, value, SCALE, window)
+    if cap is None:
+        out = plan.attend(0, query, key, value, SCALE, window)
+    else:
+        out = plan.attend_capped(0, query, key, value, SCALE, window, cap)
     offset = 0
     for row, start, count, span, visible in turns:
         here, history = slice(offset, offset + count), rows[row]
@@ -87,7 +93,7 @@ def test_a_mixed_round_equals_dense_attention_of_each_row(
         allowed = (k // span <= q // span) & (k < visible)
         if window is not None:
             allowed &= q - k < window
-        assert torch.allclose(out[0, :, here], dense_attention(query[0, :, here], history, allowed), atol=1e-12)
+        assert torch.allclose(out[0, :, here], dense_attention(query[0, :, here], history, allowed, cap), atol=1e-12)
         offset += count
     assert not out[0, :, offset:].any(), "padding attends to nothing"
 

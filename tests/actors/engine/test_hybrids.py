@@ -58,9 +58,10 @@ def backbone_of(towers: TwoTower) -> Backbone:
 
 
 SLOW = ("granitemoehybrid", "falcon_h1", "qwen3_next", "gemma3_text")
+FAST = ("nemotron_h", "lfm2", "gemma2")
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_rows_of_every_mode_write_what_the_plain_loops_write(kind: str) -> None:
     """In one batch, and preempted with prompts in pieces; in float64, where no grouping can matter."""
     check_all_modes(shared_towers(kind))

@@ -38,7 +38,13 @@ class SoakBenchConfig(ServingBenchConfig):
     share: float = Field(0.8, gt=0, lt=1, description="rate of arrivals, a share of the capacity")
     replicas: int = Field(1, ge=1, description="engine replicas")
     warm_requests: int = Field(
-        5000, ge=0, description="requests of one token before the rest: heaps and caches reach their size"
+        12_000, ge=0, description="requests of one token before the rest: heaps and caches reach their size"
+    )
+    pages: int | None = Field(
+        None,
+        ge=1,
+        description="pages of a replica's cache, one block each; null: the engine's default. Memory grows until all "
+        "have been used once, which few pages are soon",
     )
     calibrate_s: float = Field(30.0, gt=0, description="seconds in which the capacity is measured")
     warm_share: float = Field(0.2, ge=0, lt=1, description="share of the soak before memory's slope is taken")
@@ -51,6 +57,7 @@ def run_soak(config: SoakBenchConfig) -> Result:
     check_threads(config, config.replicas, cores)
     source, name = source_of(config)
     args = serve_args(config, source, replicas=config.replicas)
+    args["engine"]["pages"] = config.pages
     with Service(args, cpus=max(cores, config.threads * config.replicas)) as service:
         questions = make_questions(config)
         warm_up(config, Target(service.url), questions)

@@ -19,7 +19,16 @@ from model.two_tower.adapter import TokenAdapter
 from model.two_tower.config import LORA, TwoTowerConfig
 from model.two_tower.modulation import GATE
 from model.two_tower.recurrent import StateCache, States
-from model.two_tower.towers import ContextTower, Denoised, Denoiser, TwoTower, check_config, four_tokens, run_tower
+from model.two_tower.towers import (
+    ContextTower,
+    Denoised,
+    Denoiser,
+    Scored,
+    TwoTower,
+    check_config,
+    four_tokens,
+    run_tower,
+)
 
 
 class SharedDenoiser(Denoiser):
@@ -97,6 +106,27 @@ class SharedDenoiser(Denoiser):
             if not torch.is_grad_enabled():
                 self.off()
         return Denoised(self._with_mask(out.logits), out.balance)
+
+    def score(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        times: Tensor,
+        time_index: Tensor,
+        plan: AttentionPlan,
+        seeds: States,
+        keep: Tensor,
+        targets: Tensor,
+    ) -> Scored:
+        """As `Denoiser.score`: every token is noisy."""
+        ids = ids.to(self.device)
+        masks = ids == self.mask_token_id
+        self.adapter.on(masks)
+        try:
+            return super().score(self._known(ids, masks), positions, times, time_index, plan, seeds, keep, targets)
+        finally:
+            if not torch.is_grad_enabled():
+                self.off()
 
     def mixed(
         self,

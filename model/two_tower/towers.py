@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.attention import NAME, AttentionPlan
+from model.cross_entropy import LossHead
 from model.errors import UserError
 from model.masks import Tokens
+from model.objective import logit_cap, logit_factor
 from model.recurrence import Folded, unclamp_time_steps
 from model.two_tower.boundaries import recurrent_mixers
 from model.two_tower.config import LORA, TwoTowerConfig
@@ -67,6 +69,13 @@ class Denoised(NamedTuple):
 
     logits: Tensor
     balance: Tensor | None
+
+
+class Scored(NamedTuple):
+    """loss: the sum of cross-entropies (nats), to be differentiated once; losses [M]: each of them, detached."""
+
+    loss: Tensor
+    losses: Tensor
 
 
 class Denoiser(nn.Module):
@@ -126,17 +135,55 @@ class Denoiser(nn.Module):
         raises UserError for a model whose modeling code has no such loss.
         """
         self.modulation.set(self.time(times), time_index.to(self.device))
-        positions = self._reach(positions)
-        cache = None
-        if self.recurrent:
-            moved = {layer: state.to(self.device) for layer, state in seeds.items()}
-            cache = StateCache(self.layers, moved, one_token=ids.shape[1] == 1)
+        positions, cache = self._reach(positions), self._cache(seeds, ids.shape[1])
         options = {"output_router_logits": True} if balance else {}
         out = run_tower(self.causal_lm, ids, positions, plan, cache, keep, **options)
         loss = getattr(out, "aux_loss", None)
         if balance and not isinstance(loss, Tensor):
             raise UserError(f"{type(self.causal_lm).__name__} has no load-balancing loss: set its weight to 0.")
         return Denoised(out.logits, loss if balance else None)
+
+    @property
+    def scores(self) -> bool:
+        """Whether `score` can do without logits: where the head is linear."""
+        return isinstance(self.causal_lm.get_output_embeddings(), nn.Linear)
+
+    def prepare_to_score(self) -> None:
+        """Give the model a head that can be asked for the loss; it owns the same weights."""
+        self.causal_lm.set_output_embeddings(LossHead.in_place_of(self.causal_lm.get_output_embeddings()))
+
+    def score(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        times: Tensor,
+        time_index: Tensor,
+        plan: AttentionPlan,
+        seeds: States,
+        keep: Tensor,
+        targets: Tensor,
+    ) -> Scored:
+        """Cross-entropy of targets int64 [M] at the kept places, without their logits (see `model.cross_entropy`); the
+        rest as in `forward`. Only where `scores`, after `prepare_to_score`."""
+        self.modulation.set(self.time(times), time_index.to(self.device))
+        out = self.causal_lm.get_decoder()(
+            input_ids=ids.to(self.device),
+            position_ids=self._reach(positions).to(self.device),
+            cache=self._cache(seeds, ids.shape[1]),
+            use_cache=False,
+            attention_plan=Folded(plan),
+        )
+        states = out.last_hidden_state[keep.to(self.device)]
+        factor = logit_factor(self.causal_lm)
+        states = states if factor == 1 else states * factor
+        head, softcap = self.causal_lm.get_output_embeddings(), logit_cap(self.causal_lm)
+        return Scored(*head(states, targets.to(self.device), None, softcap))
+
+    def _cache(self, seeds: States, tokens: int) -> StateCache | None:
+        if not self.recurrent:
+            return None
+        moved = {layer: state.to(self.device) for layer, state in seeds.items()}
+        return StateCache(self.layers, moved, one_token=tokens == 1)
 
     def _reach(self, positions: Tensor) -> Tensor:
         """A canvas may reach past the last position that was learned."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention import AttentionPlan
 from model.errors import UserError
 from model.layout import RowBatch
 from model.objective import HELD_OUT_EPOCH, evaluating
@@ -78,16 +80,22 @@ class TwoTowerTraining(nn.Module):
         self.denoiser = denoiser
         self.balance = balance
         self.observe = observe
+        if denoiser.scores:
+            denoiser.prepare_to_score()
 
     def forward(self, batch: TwoTowerBatch, states: ContextStates) -> Tensor:
         """Sum of cross-entropy (nats, float32, or float64 in a float64 model) over the batch's masked positions."""
-        out = denoise(self.denoiser, batch, states, balance=self.training and self.balance > 0)
-        losses = cross_entropy(out.logits, batch)
+        balancing = self.training and self.balance > 0
+        if self.denoiser.scores and not balancing:
+            loss, losses = self.denoiser.score(*_inputs(self.denoiser, batch, states), batch.targets[batch.masked])
+        else:
+            out = denoise(self.denoiser, batch, states, balance=balancing)
+            losses = cross_entropy(out.logits, batch)
+            loss = losses.sum()
+            if out.balance is not None:
+                loss = loss + self.balance * batch.scored_tokens * out.balance
         if self.observe is not None:
             self.observe(batch, losses.detach())
-        loss = losses.sum()
-        if out.balance is not None:
-            loss = loss + self.balance * batch.scored_tokens * out.balance
         return loss * batch.weight
 
 
@@ -100,6 +108,23 @@ def denoise(
     balance: bool = False,
 ) -> Denoised:
     """Logits of the masked positions, or those at `keep`, bool [N, S]; in the order of `tensor[keep]`."""
+    out: Denoised = denoiser(*_inputs(denoiser, batch, states, keep), balance)
+    return out
+
+
+class _Inputs(NamedTuple):
+    """What a denoiser's forward is told, in its order."""
+
+    ids: Tensor
+    positions: Tensor
+    times: Tensor
+    time_index: Tensor
+    plan: AttentionPlan
+    seeds: States
+    keep: Tensor
+
+
+def _inputs(denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates, keep: Tensor | None = None) -> _Inputs:
     batch = batch.to(denoiser.device)
     plan = beside(
         states.kept,
@@ -111,10 +136,7 @@ def denoise(
         batch.noisy_ids.shape[1],
     )
     keep = batch.scored if keep is None else keep
-    out: Denoised = denoiser(
-        batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep, balance
-    )
-    return out
+    return _Inputs(batch.noisy_ids, batch.positions, batch.times, batch.time_index, plan, states.seeds, keep)
 
 
 def token_losses(denoiser: Denoiser, batch: TwoTowerBatch, states: ContextStates) -> Tensor:

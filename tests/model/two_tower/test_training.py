@@ -32,6 +32,7 @@ from tests.towers import (
     laid_out,
     relative_error,
     shared_towers,
+    tiny_towers,
 )
 
 
@@ -219,3 +220,29 @@ def test_documents_may_have_any_numbers_as_in_rows_packed_from_much_data() -> No
         )
         for name, tensor in vars(one).items():
             assert torch.equal(tensor, getattr(other, name)) if isinstance(tensor, torch.Tensor) else True, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "falcon_h1", "granitemoehybrid", "gpt2", "gemma2"])
+def test_the_loss_needs_no_logits_and_equals_that_of_the_model_s_own_head(kind: str) -> None:
+    """Heads that multiply, divide or cap their logits too."""
+    towers, rows = tiny_towers(kind), chat_rows()
+    batch = laid_out(towers, rows, keep_all=False)
+    states, writer = read_context(towers.context, batch), towers.writer()
+    expected = token_losses(writer, batch, states).sum()
+    expected.backward()
+    gradients = {name: p.grad for name, p in writer.named_parameters()}
+    writer.zero_grad(set_to_none=True)
+    widths = []
+    module = TwoTowerTraining(writer)
+    writer.causal_lm.get_output_embeddings().register_forward_hook(
+        lambda module, args, out: widths.append(out[1].ndim if isinstance(out, tuple) else out.ndim)
+    )
+    found = module(batch, states)
+    found.backward()
+    assert widths == [1], "the head gives losses, a number each"
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
+    for name, parameter in writer.named_parameters():
+        mine, theirs = parameter.grad, gradients[name]
+        assert (mine is None) == (theirs is None), name
+        if mine is not None and theirs is not None and theirs.abs().max() > 0:
+            assert relative_error(mine, theirs) < 1e-5, name

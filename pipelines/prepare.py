@@ -295,6 +295,8 @@ class Packing:
         source_of = np.repeat([task.shard.file.source for task in self.tasks], np.diff(self.lengths.bounds))
         recipe = Recipe(self.config.data, mixture.weights, mixture.tokens, mixture.repeat, self.config.seed)
         taken, portions = mix(recipe, self.lengths.length[members], source_of[members])
+        if not len(taken):
+            raise UserError("The mixture takes no document: raise --mixture.tokens or --mixture.repeat.")
         return members[taken], portions
 
     def write(self, split: str, members: np.ndarray) -> tuple[dict[str, Any], dict[str, str]]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from fsspec.spec import AbstractBufferedFile
 
 from model.errors import UserError
-from pipelines.chats.records import Rejected, detect
+from pipelines.chats.records import KEYS, Rejected, detect
 from pipelines.chats.sources import InputFile, Shard, open_parquet
 
 SKIP_BYTES = 1 << 20
@@ -197,16 +197,40 @@ def _parse(raw: bytes) -> Any:
 
 
 def _read_row_groups(shard: Shard, max_line_bytes: int) -> Iterator[Line]:
+    """A damaged row group costs its rows from there on, the next ones are read."""
     number = 0
     with open_parquet(shard.file) as parquet:
-        try:
-            for batch in parquet.iter_batches(batch_size=256, row_groups=list(range(shard.start, shard.end))):
-                for row in batch.to_pylist():
-                    number += 1
-                    size = _text_size(row)
-                    yield Line(number, row if size <= max_line_bytes else _too_long(size, max_line_bytes), size)
-        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-            yield Line(number + 1, Rejected("file breaks off", str(error).splitlines()[0]))
+        columns = [name for name in parquet.schema_arrow.names if name in KEYS] or None
+        for group in range(shard.start, shard.end):
+            end = number + parquet.metadata.row_group(group).num_rows
+            try:
+                for batch in parquet.iter_batches(BATCH_LINES, row_groups=[group], columns=columns):
+                    for row in _rows(batch):
+                        number += 1
+                        size = _text_size(row)
+                        yield Line(number, row if size <= max_line_bytes else _too_long(size, max_line_bytes), size)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+                reason = Rejected("damaged row group", str(error).splitlines()[0])
+                yield from (Line(lost, reason) for lost in range(number + 1, end + 1))
+            number = end
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """The rows of a batch. One that Python cannot hold (a text that is no UTF-8, a year 60000) costs itself."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, OverflowError):
+        rows = [_row_or_rejected(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    yield from rows
+
+
+def _row_or_rejected(row: pa.RecordBatch) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return Rejected("broken UTF-8", f"byte {error.start + 1} of a text is {error.reason}")
+    except (ValueError, OverflowError) as error:
+        return Rejected("wrong type", f"it cannot be held: {error}")
 
 
 def _text_size(value: Any) -> int:

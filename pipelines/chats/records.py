@@ -32,6 +32,10 @@ SPEAKERS = {
     "observation": "tool",
 }  # fmt: skip
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
+KEYS = frozenset({"messages", "tools", "conversations", "system", "instruction", "input", "output", "text"}).union(
+    *PAIRS
+)
+"""What is read of a record."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ def _find(source: str) -> list[InputFile]:
     try:
         filesystem, path = url_to_fs(os.path.expanduser(source) if "://" not in source else source)
         found = _list(filesystem, path)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if (cause := _unanswered(error)) is not None:
+            raise JobError(f"--data {source} cannot be read: {cause}.") from None
         found = {}
     except (ValueError, ImportError) as error:
         raise UserError(f"--data {source} cannot be opened: {error}.") from None
@@ -96,6 +98,15 @@ def _find(source: str) -> list[InputFile]:
         endings = f"{', '.join(JSON_LINES)} or {PARQUET}"
         raise UserError(f"--data {source}: there is no such file, or no {endings} file in it.")
     return [InputFile(_uri(filesystem, name), size) for name, size in sorted(found.items())]
+
+
+def _unanswered(error: FileNotFoundError) -> str | None:
+    """Why a server could not say whether there is a file, which fsspec takes for no; None where it could."""
+    cause = error.__cause__
+    of_http = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    if not of_http or getattr(cause, "status", None) in (404, 410):
+        return None
+    return (str(cause) or type(cause).__name__).splitlines()[0]
 
 
 def _list(filesystem: Any, path: str) -> dict[str, int]:
@@ -196,4 +207,9 @@ def open_parquet(file: InputFile) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(filesystem.open(path, "rb"), pre_buffer=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise UserError(f"{file.uri} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        if isinstance(error, OSError) and error.errno:  # not Arrow's own
+            raise UserError(f"--data {file.uri} cannot be read: {error.strerror}.") from None
+        reason = str(error).splitlines()[0].rstrip(". ")
+        raise UserError(
+            f"--data {file.uri} is no Parquet file that can be read ({reason}): make it again, or leave it out."
+        ) from None

@@ -95,7 +95,10 @@ def dry_run_text(job: str, config: JobConfig, plan: Mapping[str, Any]) -> str:
 
 
 def _fail(job: str, message: str, code: int) -> int:
-    print(f"{job}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    shown = "".join(
+        c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())
+    )  # files may say anything
+    print(f"{job}: {shown}", file=sys.stderr, flush=True)
     return code
 
 

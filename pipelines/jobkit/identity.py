@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from pydantic import BaseModel
+
+from model.errors import UserError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "ray", "deepspeed", "pyarrow", "numpy", "pydantic")
 CHUNK_BYTES = 1 << 22
@@ -62,14 +65,19 @@ def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tu
 
 
 def hash_file(source: str) -> str:
-    """sha256 of a local file's bytes; for a remote one the store's own fingerprint of it (size, time, etag)."""
+    """sha256 of a local file's bytes; for a remote one the store's own fingerprint of it (size, time, etag). Raises
+    UserError for a local file that cannot be read."""
     filesystem, path = url_to_fs(source)
     if "file" not in filesystem.protocol:
         return f"store:{filesystem.ukey(path)}"
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        hint = " (a link that leads nowhere)" if os.path.islink(path) and not os.path.exists(path) else ""
+        raise UserError(f"{source} cannot be read: {error.strerror}{hint}; mend it, or leave it out.") from None
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -116,8 +116,12 @@ def test_a_compressed_file_that_breaks_off_keeps_the_lines_before(tmp_path, endi
 
 def test_a_file_that_is_not_what_its_ending_says_is_rejected_or_refused(tmp_path):
     assert lines_of(written(tmp_path / "x.jsonl.gz", b"plain"))[0].value.kind == "file breaks off"
-    with pytest.raises(UserError, match="not a readable Parquet file"):
+    with pytest.raises(UserError, match=r"--data .*x.parquet is no Parquet file .*make it again, or leave"):
         lines_of(written(tmp_path / "x.parquet", b"plain"))
+    (gone,) = find_files([str(tmp_path / "x.parquet")])
+    (tmp_path / "x.parquet").unlink()
+    with pytest.raises(UserError, match=r"--data .*x.parquet cannot be read: No such file or directory"):
+        list(cut([gone], 1))
 
 
 def test_an_empty_file_has_no_lines(tmp_path):
@@ -140,6 +144,34 @@ def test_parquet_rows_are_records(tmp_path, shard_bytes):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=3)
     found = lines_of(tmp_path / "x.parquet", shard_bytes=shard_bytes)
     assert [(line.number, line.value) for line in found] == list(enumerate(rows, 1))
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
+def test_a_damaged_row_group_costs_its_rows_and_the_next_keeps_its_numbers(tmp_path, shard_bytes):
+    rows = [{"text": f"{number:08}" * 20} for number in range(900)]
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"00000310" * 20) - 4
+    content[at : at + 4] = b"\xff" * 4  # the length of that text
+    path.write_bytes(content)
+    lines = lines_of(path, shard_bytes=shard_bytes)
+    assert [line.number for line in lines] == list(range(1, 901))
+    lost = [index for index, line in enumerate(lines) if line.bad]
+    assert lost == list(range(lost[0], 600)) and 300 <= lost[0] <= 310
+    assert {line.value.kind for line in lines if line.bad} == {"damaged row group"}
+    assert [line.value for line in lines if not line.bad] == rows[: lost[0]] + rows[600:]
+
+
+def test_a_parquet_value_that_cannot_be_held_costs_its_row_and_other_columns_are_not_read(tmp_path):
+    broken = pa.array([b"fine", b"\xff", b"good"]).view(pa.string())
+    years = pa.array([0, 2**52, 0], pa.timestamp("ms"))
+    pq.write_table(pa.table({"text": broken, "when": years}), tmp_path / "x.parquet")
+    first, second, third = lines_of(tmp_path / "x.parquet")
+    assert (first.value, third.value) == ({"text": "fine"}, {"text": "good"})
+    assert str(second.value) == "broken UTF-8: byte 1 of a text is invalid start byte"
+    pq.write_table(pa.table({"messages": years}), tmp_path / "y.parquet")
+    assert [line.bad for line in lines_of(tmp_path / "y.parquet")] == [False, True, False]
 
 
 def test_a_parquet_row_above_the_limit_is_rejected(tmp_path):
@@ -214,6 +246,13 @@ def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     with pytest.raises(UserError, match="cannot be read: Too many levels of symbolic links"):
         find_files([str(tmp_path / "loop.jsonl")])
+
+
+def test_a_server_that_does_not_answer_is_told_apart_from_a_file_that_is_not_there():
+    with fake_hub("owner/chats", {}) as hub, pytest.raises(UserError, match="there is no such file"):
+        find_files([f"{hub.url}/datasets/owner/chats/resolve/main/x.jsonl"])
+    with pytest.raises(JobError, match=r"--data .*/x.jsonl cannot be read: Cannot connect to host"):
+        find_files(["http://127.0.0.1:1/x.jsonl"])
 
 
 def test_a_hub_dataset_that_cannot_be_asked_for_says_both_things(monkeypatch, tmp_path):

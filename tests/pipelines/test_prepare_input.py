@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.errors import JobError, UserError
+from pipelines.chats.documents import Reading
 from pipelines.chats.nodes import check_seen, wait_for_cpus
+from pipelines.chats.rows import RowFormat
+from pipelines.chats.sources import InputFile, Shard
+from pipelines.chats.stages import Lengths, ReadTask
+from pipelines.jobkit import main
+from pipelines.prepare import MixtureConfig, Packing, PrepareConfig, plan, run
 from tests.pipelines.prepared import chat, sentence, write_lines
 
 BAD_LINES: list[tuple[Any, str]] = [
@@ -81,6 +88,32 @@ def test_a_missing_file_is_exit_2_and_leaves_no_output(prepare, tmp_path, capfd)
     assert result.code == 2
     assert "there is no such file" in sentence(capfd.readouterr().err)
     assert not result.output.exists()
+
+
+def test_a_link_in_a_folder_that_leads_nowhere_is_exit_2_and_leaves_no_output(tmp_path, capsys):
+    write_lines(tmp_path / "in\x1b[2J.jsonl", [chat("q", "a")])
+    (tmp_path / "z\x1b[2J.jsonl").symlink_to("nowhere")
+    words = ["--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert main("prepare", PrepareConfig, run, plan, words) == 2
+    told = sentence(capsys.readouterr().err)
+    assert r"z\x1b[2J.jsonl cannot be read: No such file or directory (a link that leads nowhere)" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mixture_without_a_document_is_refused():
+    shards = [Shard(number, InputFile(f"{number}.jsonl", 1, number), 0, 1) for number in (0, 1)]
+    tasks = [ReadTask(shard, Reading(None, "auto", "split", 128, 1, 0.0)) for shard in shards]
+    lengths = Lengths(np.zeros(2, bool), np.full(2, 9), np.full(2, 9), np.arange(3))
+
+    def members(**mixture: Any) -> np.ndarray:
+        told = MixtureConfig(weights=(1, 1), **mixture)
+        config = PrepareConfig(data=("0.jsonl", "1.jsonl"), mixture=told)
+        return Packing(config, None, tasks, lengths, RowFormat(8, 128, 3)).training_members()[0]
+
+    assert len(members()) == 2
+    for mixture in ({"tokens": 9}, {"repeat": 0.5}):
+        with pytest.raises(UserError, match=r"takes no document: raise --mixture.tokens or --mixture.repeat"):
+            members(**mixture)
 
 
 def test_a_block_size_that_differs_from_the_checkpoints_is_refused(prepare, tmp_path, tiny_adapted_model, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
     assert names(str(tmp_path)) == [".lock", "a.parquet", "b.partial"]
 
 
+def without_last_row(content: bytes) -> bytes:
+    rows = pq.read_table(io.BytesIO(content))
+    fewer = io.BytesIO()
+    pq.write_table(rows.slice(0, rows.num_rows - 1), fewer)
+    return fewer.getvalue()
+
+
 def test_both_stages_write_to_a_store_what_they_write_to_a_disk(tmp_path, tiny_model):
     data = write_lines(tmp_path / "x.jsonl", [chat(f"question {n}", f"answer {n}") for n in range(30)])
     reading = Reading(str(tiny_model), "messages", "split", 64, 1 << 20, 0.0)
@@ -105,4 +113,7 @@ def test_both_stages_write_to_a_store_what_they_write_to_a_disk(tmp_path, tiny_m
         assert write_part(part, layout, form) == checksum(part.place) == write_part(part, layout, form)
         filesystem, path = fsspec.url_to_fs(part.place)
         made.append(filesystem.cat_file(path))
+        filesystem.pipe_file(path, without_last_row(made[-1]))
+        write_part(part, layout, form)
+        assert filesystem.cat_file(path) == made[-1], "what is there was not the rows of this plan"
     assert made[0] == made[1] and pq.read_metadata(tmp_path / "out" / "part.parquet").num_rows == plan.row_count

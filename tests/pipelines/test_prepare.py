@@ -99,6 +99,7 @@ def test_held_out_documents_are_chosen_by_content_and_in_no_training_row(prepare
     assert 15 <= len(held_out) <= 45
     assert (answers(turned, ""), answers(turned, "held_out")) == (train, held_out)
     assert result.stats["held_out"]["documents"] == len(held_out)
+    assert set(result.manifest["files"]) == set(result.bytes())
 
 
 def test_without_data_the_generated_tasks_are_prepared(prepare, tmp_path, tiny_model):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from model.errors import JobError, UserError
-from pipelines.chats.documents import Reading
+from pipelines.chats.documents import Counts, Reading, Summary
 from pipelines.chats.nodes import check_seen, wait_for_cpus
+from pipelines.chats.rejects import check_rejected
 from pipelines.chats.rows import RowFormat
 from pipelines.chats.sources import InputFile, Shard
 from pipelines.chats.stages import Lengths, ReadTask
@@ -83,6 +84,13 @@ def test_input_without_valid_chats_is_one_sentence_and_exit_2(prepare, tmp_path,
     assert prepare("--data", str(data)).code == 0, "the same output can be used once the input is mended"
 
 
+def test_as_many_bad_lines_as_are_allowed_are_allowed():
+    good_and_bad = Summary("messages", lines=3, rejected={"empty chat": 2}, train=Counts(documents=1))
+    check_rejected([good_and_bad], 2, [], "rejected.jsonl")
+    with pytest.raises(UserError, match=r"2 lines were rejected \(2 empty chat\), more than --read.max_rejected 1"):
+        check_rejected([good_and_bad], 1, [], "rejected.jsonl")
+
+
 def test_a_missing_file_is_exit_2_and_leaves_no_output(prepare, tmp_path, capfd):
     result = prepare("--data", str(tmp_path / "none.jsonl"))
     assert result.code == 2
@@ -100,17 +108,17 @@ def test_a_link_in_a_folder_that_leads_nowhere_is_exit_2_and_leaves_no_output(tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mixture_without_a_document_is_refused():
+def test_a_mixture_takes_no_document_that_is_held_out_and_at_least_one():
     shards = [Shard(number, InputFile(f"{number}.jsonl", 1, number), 0, 1) for number in (0, 1)]
     tasks = [ReadTask(shard, Reading(None, "auto", "split", 128, 1, 0.0)) for shard in shards]
-    lengths = Lengths(np.zeros(2, bool), np.full(2, 9), np.full(2, 9), np.arange(3))
+    lengths = Lengths(np.array([False, True, True, False]), np.full(4, 9), np.full(4, 9), np.array([0, 2, 4]))
 
     def members(**mixture: Any) -> np.ndarray:
         told = MixtureConfig(weights=(1, 1), **mixture)
         config = PrepareConfig(data=("0.jsonl", "1.jsonl"), mixture=told)
         return Packing(config, None, tasks, lengths, RowFormat(8, 128, 3)).training_members()[0]
 
-    assert len(members()) == 2
+    assert members().tolist() == [0, 3]
     for mixture in ({"tokens": 9}, {"repeat": 0.5}):
         with pytest.raises(UserError, match=r"takes no document: raise --mixture.tokens or --mixture.repeat"):
             members(**mixture)

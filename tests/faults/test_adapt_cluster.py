@@ -17,7 +17,8 @@ from ray.cluster_utils import Cluster
 from tests.faults.test_adapt_faults import job, steps_done, training_workers, wait_until
 from tests.training_runs import arguments, read_metrics, timeless
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1500)]
+PATIENCE_S = 600.0  # three raylets on two cores
 STORE_BYTES = 80_000_000
 
 
@@ -70,7 +71,7 @@ def unharmed(
     """The metrics of the same run when nothing befalls it."""
     output = tmp_path_factory.mktemp("training") / "unharmed"
     with job(project, two(tiny_model, training_rows, output), nodes.address) as process:
-        _, errors = process.communicate(timeout=250)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     return timeless(read_metrics(output))
 
@@ -123,9 +124,9 @@ def test_two_workers_go_on_bit_for_bit(
 ) -> None:
     output = tmp_path / "out"
     with job(project, two(tiny_model, training_rows, output), nodes.address) as process:
-        wait_until(lambda: steps_done(output) >= 14, "step 14")
+        wait_until(lambda: steps_done(output) >= 14, "step 14", PATIENCE_S)
         befall(nodes)
-        _, errors = process.communicate(timeout=280)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert said in errors
     assert timeless(read_metrics(output)) == unharmed
@@ -141,9 +142,9 @@ def test_a_killed_driver_is_followed_by_the_same_command(
 ) -> None:
     output = tmp_path / "out"
     with job(project, two(tiny_model, training_rows, output), nodes.address) as first:
-        wait_until(lambda: steps_done(output) >= 14, "step 14")
+        wait_until(lambda: steps_done(output) >= 14, "step 14", PATIENCE_S)
         first.send_signal(signal.SIGKILL)
     with job(project, two(tiny_model, training_rows, output), nodes.address) as second:
-        _, errors = second.communicate(timeout=280)
+        _, errors = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, errors
     assert timeless(read_metrics(output)) == unharmed

@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 PATIENCE_S = 280.0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Poll closely: a step of the tiny model takes milliseconds."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}"
         time.sleep(0.01)
 
 

@@ -3,12 +3,14 @@
     python pipelines/export.py --model out/mine/checkpoints/step_4000 --output out/step_4000
     python pipelines/export.py --model out/mine/model --format fast_dllm_v2 --output out/published
     python pipelines/export.py --model BASE --adapter out/lora/adapter --output out/merged
+    python pipelines/export.py --model out/towers/model --dtype bfloat16 --output out/towers16
 
 Reads a checkpoint of an adapt run (DeepSpeed's shards; no training is started), or any model that the other jobs read:
 a folder, a URI, a Hub id, in our layout or the published one. Writes safetensors, config and tokenizer: as the base
 class that transformers knows, with "block_diffusion" in config.json, or in the layout of the published Fast-dLLM v2
 checkpoints, without their code. Before it takes its name the folder is loaded by a fresh process that imports
-transformers alone, and its logits are compared with those of the weights in memory.
+transformers alone, and its logits are compared with those of the weights in memory. A folder of two towers becomes one
+that needs no other (`pipelines.exporting.towers`), each network in it proven like a model of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from actors.training.consolidate import OpenCheckpoint, is_checkpoint, open_chec
 from model.adapters import adapter_revision
 from model.backbone import DTYPES, Backbone, load_backbone, read_architecture, revision_of
 from model.errors import UserError
+from model.loading import model_revision
 from model.sources import fetch_model
 from model.two_tower.folder import is_two_tower
 from pipelines.exporting.layouts import check_layout, loader_of, write_layout
 from pipelines.exporting.proof import Proof, probe_of, prove
+from pipelines.exporting.towers import HINT, Towers, open_towers
 from pipelines.jobkit import NOT_IDENTITY, JobConfig, OutputFolder, main
 from pipelines.jobkit.identity import hash_file
 
@@ -98,6 +102,9 @@ def plan(config: ExportConfig) -> dict[str, Any]:
     """What --dry-run prints; reads configs, no weights."""
     source = _source_of(config)
     with _described(source) as (folder, step):
+        if is_two_tower(folder):
+            towers = open_towers(folder, config.format, config.adapter)
+            return {"source": f"two towers, denoiser {towers.config.denoiser}", "writes": sorted(towers.networks)}
         kind = read_architecture(folder).architectures or ["unknown"]
         return {"source": "model" if step is None else f"checkpoint of step {step}", "class": kind[0]}
 
@@ -132,11 +139,6 @@ def _source_of(config: ExportConfig) -> str:
             f"--model {config.model} holds no {COMMIT}: its run did not finish writing this checkpoint; "
             "take an earlier one, or run adapt again."
         )
-    if is_two_tower(folder):
-        raise UserError(
-            f"--model {config.model} holds two towers, which are no single model: export its denoiser/, or the model "
-            "that is its context tower."
-        )
     return config.model
 
 
@@ -146,6 +148,9 @@ def _inputs(config: ExportConfig) -> dict[str, str]:
         inputs = {"--model": hash_file(f"{source.rstrip('/')}/{COMMIT}")}
     else:
         folder = fetch_model(source)
+        if is_two_tower(folder):
+            open_towers(folder, config.format, config.adapter)
+            return {"--model": model_revision(folder)}
         read_architecture(folder)
         inputs = {"--model": revision_of(folder)}
     return inputs if config.adapter is None else {**inputs, "--adapter": adapter_revision(config.adapter)}
@@ -201,18 +206,42 @@ def _dtype(config: ExportConfig, described: Path) -> torch.dtype:
 def _export(config: ExportConfig, output: OutputFolder) -> dict[str, Any]:
     """Write aside, prove, give every file its name."""
     place = output.path if output.local else None
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=place) as scratch, _loaded(config) as source:
-        backbone = source.backbone
-        check_layout(config.format, backbone)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=place) as scratch:
         written = Path(scratch, "model")
-        print(f"export: writing {type(backbone.model).__name__} in {_name(backbone.model.dtype)}", file=sys.stderr)
-        probe = probe_of(backbone.model, config.seed) if config.verify else {}
-        write_layout(config.format, backbone, source.described, written, config.shard_bytes)
-        proof = prove(written, probe, Path(scratch), loader_of(config.format, backbone)) if config.verify else None
-        figures = _figures(config, source, written, proof)
+        source = _source_of(config)
+        if not is_checkpoint(source) and is_two_tower(folder := fetch_model(source)):
+            figures = _export_towers(config, open_towers(folder, config.format, config.adapter), written)
+        else:
+            with _loaded(config) as loaded:
+                figures = _export_network(config, loaded, written)
         _publish(written, output)
+    return figures
+
+
+def _export_network(config: ExportConfig, source: Source, written: Path) -> dict[str, Any]:
+    """One network into the folder `written`, whose own folder has room for the probe."""
+    backbone = source.backbone
+    check_layout(config.format, backbone)
+    print(f"export: writing {type(backbone.model).__name__} in {_name(backbone.model.dtype)}", file=sys.stderr)
+    probe = probe_of(backbone.model, config.seed) if config.verify else {}
+    write_layout(config.format, backbone, source.described, written, config.shard_bytes)
+    proof = prove(written, probe, written.parent, loader_of(config.format, backbone)) if config.verify else None
+    figures = _figures(config, source, written, proof)
     _say(config, figures, proof)
     return figures
+
+
+def _export_towers(config: ExportConfig, towers: Towers, written: Path) -> dict[str, Any]:
+    """A tower at a time: context tower and denoiser are never in memory together."""
+    written.mkdir()
+    found = {}
+    for name, folder in towers.networks.items():
+        told = config.model_copy(update={"model": str(folder), "output": f"{config.output}/{name}"})
+        with _loaded(told) as loaded:
+            found[name] = _export_network(told, loaded, written / name)
+    towers.write_rest(written)
+    print(f"export: {config.output}: two towers, denoiser {towers.config.denoiser}. {HINT}", flush=True)
+    return {"format": config.format, "step": None, "denoiser": towers.config.denoiser, "towers": found}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -183,19 +183,23 @@ def context_folder(folder: Path, config: TwoTowerConfig) -> Path:
     return folder / OWN_CONTEXT
 
 
-def _load_context(folder: Path, config: TwoTowerConfig, dtype: torch.dtype, device: str) -> Backbone:
+def checked_context(folder: Path, config: TwoTowerConfig) -> Path:
+    """As `context_folder`. Raises UserError too where its weights are others than the denoiser was trained on."""
     place = context_folder(folder, config)
-    if config.context == OWN_CONTEXT:
-        if config.context_revision not in (None, revision_of(place)):
-            raise UserError(f"{place} holds other weights than the denoiser was trained on: copy it again.")
-        return load_backbone(place, dtype=dtype, device=device)
     revision = revision_of(place)
-    if config.context_revision not in (None, revision):
-        raise UserError(
-            f"{folder} was trained on {config.context} with revision {config.context_revision}, but that is now "
-            f"{revision}: bring back the old weights, or train again."
-        )
-    return load_backbone(config.context, dtype=dtype, device=device)
+    if config.context_revision in (None, revision):
+        return place
+    if config.context == OWN_CONTEXT:
+        raise UserError(f"{place} holds other weights than the denoiser was trained on: copy it again.")
+    raise UserError(
+        f"{folder} was trained on {config.context} with revision {config.context_revision}, but that is now "
+        f"{revision}: bring back the old weights, or train again."
+    )
+
+
+def _load_context(folder: Path, config: TwoTowerConfig, dtype: torch.dtype, device: str) -> Backbone:
+    place = checked_context(folder, config)
+    return load_backbone(place if config.context == OWN_CONTEXT else config.context, dtype=dtype, device=device)
 
 
 def _check_pair(folder: Path, context: Backbone, writer: Backbone) -> None:

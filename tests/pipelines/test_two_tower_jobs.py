@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from model.errors import UserError
+from model.two_tower.adapter import default_settings
 from model.two_tower.decoding import TowerRequest, write_blocks, write_tokens
-from model.two_tower.folder import load_two_tower
+from model.two_tower.folder import load_two_tower, read_two_tower_config, save_config
 from pipelines.assess import AssessConfig
 from pipelines.assess import plan as assess_plan
 from pipelines.assess import run as assess_run
@@ -20,6 +25,7 @@ from pipelines.export import run as export_run
 from pipelines.generate import GenerateConfig, plan, run
 from pipelines.jobkit import main
 from pipelines.jobkit.cli import load_config, parse_arguments
+from tests.towers import build_tower_folder
 
 IDS = [40, 41, 42, 43, 44]
 PROMPTS: list[dict[str, Any]] = [
@@ -123,11 +129,36 @@ def test_ar_mode_reads_with_the_context_tower_alone(tower_folder: Path, tmp_path
     assert answer == whole and answer["diffusion"]["mode"] == "ar"
 
 
-def test_two_towers_are_not_exported_as_one_model_but_each_by_itself(tower_folder: Path, tmp_path: Path) -> None:
-    def export(model: Path) -> dict[str, Any]:
-        arguments = ["--model", str(model), "--output", str(tmp_path / "out"), "--verify", "false"]
-        return export_run(load_config("export", ExportConfig, parse_arguments(arguments)))
+def export(model: Path, output: Path, *words: str) -> dict[str, Any]:
+    arguments = ["--model", str(model), "--output", str(output), *words]
+    return export_run(load_config("export", ExportConfig, parse_arguments(arguments)))
 
-    with pytest.raises(UserError, match="holds two towers, which are no single model"):
-        export(tower_folder)
-    assert export(tower_folder / "denoiser")["class"] == "LlamaForCausalLM"
+
+def test_an_exported_folder_of_two_towers_needs_no_other_and_its_towers_are_ordinary_models(
+    tower_folder: Path, tmp_path: Path
+) -> None:
+    """From one that only names its context tower."""
+    named = Path(shutil.copytree(tower_folder, tmp_path / "named", ignore=shutil.ignore_patterns("context")))
+    config = read_two_tower_config(named)
+    save_config(replace(config, context=str(tower_folder / "context")), named)
+    figures = export(named, tmp_path / "out", "--verify", "false")
+    assert figures["denoiser"] == "clone" and list(figures["towers"]) == ["context", "denoiser"]
+    assert generate(tmp_path / "out", tmp_path) == generate(tower_folder, tmp_path / "out")
+    for name in ("context", "denoiser"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
+        weights = load_file(tower_folder / name / "model.safetensors")
+        assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in weights.items())
+        assert figures["towers"][name]["class"] == type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserError, match="--format fast_dllm_v2 is for one network"):
+        export(named, tmp_path / "other", "--format", "fast_dllm_v2")
+    save_config(replace(config, context=str(tower_folder / "denoiser"), context_revision="0"), named)
+    with pytest.raises(UserError, match=r"was trained on .* with revision 0, but that is now"):
+        export(named, tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_an_adapter_over_one_copy_of_the_weights_is_exported_beside_its_proven_base(tmp_path: Path) -> None:
+    folder = build_tower_folder(tmp_path / "shared", lora=default_settings(4))
+    figures = export(folder, tmp_path / "out")
+    assert figures["towers"]["context"]["verified"] and list(figures["towers"]) == ["context"]
+    assert generate(tmp_path / "out", tmp_path) == generate(folder, tmp_path / "out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from model.two_tower.reader import BOTH_WAYS, Reader, Stretch
 from model.two_tower.towers import TwoTower
 from model.two_tower.writer import DenoiserWriter
 from tests.paged import needs_kernels
-from tests.towers import BLOCK, MASK, relative_error, tiny_towers
+from tests.towers import BLOCK, MASK, relative_error, tiny_lora_towers, tiny_towers
 
 TIMES = (1.0, 0.25, 0.75)
 
@@ -50,6 +52,24 @@ def test_the_fused_denoiser_equals_the_hooks_at_every_row_s_own_time(kind: str) 
         assert relative_error(logits, expected) < tolerance
     swapped = writer(packed_round(reader, rows, canvases), times.flip(0), [{}] * 3)
     assert relative_error(swapped, expected) > 1e-3, "the time matters"
+
+
+def test_a_mixed_forward_s_logits_are_the_same_bits_however_many_are_read() -> None:
+    towers = tiny_lora_towers("llama", torch.float32)
+    reader, rows, canvases = canvases_behind_text(towers)
+    writer, packed = DenoiserWriter(towers), packed_round(reader, rows, canvases)
+    times, row_of = torch.tensor(TIMES, dtype=torch.float64), torch.arange(3).repeat_interleave(BLOCK)
+
+    def logits(read: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            told = replace(packed, read=read, slots=replace(packed.slots, read=read.numpy()))
+            return writer.mixed(told, times, row_of)
+
+    whole = logits(packed.read)
+    expected = reader.denoise(rows, canvases, times).flatten(0, 1)
+    assert relative_error(whole, expected) < 1e-6
+    for count in range(1, 8):
+        assert torch.equal(logits(packed.read[-count:]), whole[-count:])
 
 
 @needs_kernels

@@ -27,7 +27,10 @@ def test_adapt_assesses_the_towers_beside_their_base(
     figures = json.loads((assess / "manifest.json").read_text())["figures"]
     labels = ["base, AR", "adapted, AR", "adapted, blocks budgeted"]
     assert [one["contender"] for one in figures["contenders"]] == labels
-    assert figures["held_out"]["base"]["next_token"] == pytest.approx(figures["held_out"]["adapted"]["next_token"])
+    next_token = [figures["held_out"][role]["next_token"] for role in ("base", "adapted")]
+    assert next_token[0] == pytest.approx(
+        next_token[1], rel=1 / 267
+    )  # the base's head has a mask's logit beside its 267
     assert 0 < figures["held_out"]["adapted"]["bound"] < 20
     report = (assess / "report.md").read_text()
     assert all(label in report for label in labels) and (assess / "accuracy_speed.png").stat().st_size

@@ -22,17 +22,21 @@ def test_both_sides_find_the_same_tokens_and_the_job_scales_them(
 ) -> None:
     data = write_lines(tmp_path / "chats.jsonl", [chat(f"question {n}", f"answer {n} é " * 3) for n in range(60)])
     words = ["--model", tiny_model, "--data", data, "--rounds", 1, "--copies", 1, "--shard_bytes", 3000]
+    words += ["--parts", "core", "scaling", "memory", "--stores", 1e-4, 3e-4]
     pack = ["--pack.block_size", 8, "--pack.context_length", 256]
     output = tmp_path / "prepare.json"
     assert start(["prepare", "--output", str(output), *map(str, [*words, *pack])]) == 0
-    table = json.loads(output.read_text())["table"]
-    ours, theirs, *jobs = table
+    content = json.loads(output.read_text())
+    table = content["table"]
+    ours, theirs, *jobs, small, large = table
     assert (ours["form"], theirs["form"]) == (OURS, REFERENCE)
     assert ours["tokens"] == theirs["tokens"] == jobs[0]["tokens"] == jobs[1]["tokens"]
     assert ours["supervised"] == theirs["supervised"] > 0
     assert ours["fill"] > ours["real tokens"] > 0.5
     assert [line["workers"] for line in jobs] == [1, 2]
     assert all(line["CPU s"] > 0 and line["worker MiB"] > 0 for line in jobs)
+    assert large["documents"] > small["documents"] > 0 < small["worker MiB"] and "wall s" not in small
+    assert "driver's peak memory, at 0.0003 object stores over 0.0001" in content["ratios"]
 
 
 def test_the_published_way_cuts_samples_and_pads_aligned_ones_with_a_block_too_many(tiny_model: Path) -> None:

@@ -29,6 +29,11 @@ def run_prepare(config: PrepareBenchConfig) -> Result:
                 table, ratios = table + lines, ratios | found
     note = (
         f"Chats to rows of {config.pack.context_length} tokens in blocks of {config.pack.block_size}, tokenizer of "
-        f"{setting.name}. The published way through datasets.map drops what is left at a batch's end."
+        f"{setting.name}."
     )
-    return Result("prepare", machine("int32"), config.rounds, table, ratios, note)
+    if "core" in config.parts:
+        note += " The published way through datasets.map drops what is left at a batch's end."
+    if "memory" in config.parts:
+        note += f" Peaks of private memory, an object store is {config.object_store_mib} MiB."
+    rounds = config.rounds if set(config.parts) - {"memory"} else 1
+    return Result("prepare", machine("int32"), rounds, table, ratios, note)

@@ -16,6 +16,8 @@ from pipelines.benches.prepare.data import Setting, repeated
 from pipelines.benches.prepare.tree import MIB, Watched, watched
 from pipelines.jobkit import ReadConfig, connect_ray
 
+OF_MEMORY = ("documents", "tokens", "driver MiB", "worker MiB", "all MiB")
+
 
 def measure_scaling(
     config: PrepareBenchConfig, setting: Setting, folder: Path
@@ -39,7 +41,8 @@ def measure_scaling(
 def measure_memory(
     config: PrepareBenchConfig, setting: Setting, folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Peaks of the job on data of several object stores."""
+    """Peaks of the job on data of several object stores; each once, since a peak hardly depends on the machine's load,
+    as times do, which are left out."""
     _start_ray(config)
     workers = max(config.workers)
     _job(config, setting, repeated(setting.files, folder, 1), folder / "warm-memory", workers)
@@ -47,7 +50,8 @@ def measure_memory(
     for stores in config.stores:
         data = repeated(setting.files, folder, int(stores * config.object_store_mib * MIB))
         line = _timed(config, setting, data, folder / f"memory-{stores:g}", workers)
-        table.append({"part": "memory", "object stores": stores, "data MiB": data.stat().st_size / MIB, **line})
+        seen = {name: line[name] for name in OF_MEMORY}
+        table.append({"part": "memory", "object stores": stores, "data MiB": data.stat().st_size / MIB, **seen})
         data.unlink()
     first, last = table[0], table[-1]
     name = f"at {last['object stores']:g} object stores over {first['object stores']:g}"

@@ -87,7 +87,8 @@ def run_train(config: TrainBenchConfig) -> Result:
         lines, found = _measure_shares(source, config)
         table += lines
         ratios |= found
-    note = f"Training steps of {name}, blocks of {config.block_size}; peak memory in a process for each form."
+    note = f"Training steps of {name}, blocks of {config.block_size}"
+    note += "; peak memory in a process for each form." if config.memory else "."
     return Result("train", machine(config.dtype), config.rounds, table, ratios, note)
 
 

@@ -172,13 +172,19 @@ void load_keys(const Stored* const rows[COLUMNS], int width, Workspace<Format>& 
   using Word = typename Format::Word;
   if constexpr (sizeof(Word) == 4) {
     for (int first = 0; first < work.key_words; first += LANES) {
+      auto* out = reinterpret_cast<uint32_t*>(work.keys.data()) + first * COLUMNS;
+      if constexpr (REGISTER_BYTES < LINE) {
+        for (int j = 0; j < COLUMNS; ++j) {
+          const Vec<uint32_t> lanes = key_lanes<Format>(rows[j], width, first);
+          for (int w = 0; w < LANES; ++w) out[w * COLUMNS + j] = lanes[w];
+        }
+        continue;
+      }
       for (int half = 0; half < COLUMNS; half += LANES) {
         Vec<uint32_t> block[LANES];
         for (int j = 0; j < LANES; ++j) block[j] = key_lanes<Format>(rows[half + j], width, first);
         transpose(block);
-        for (int w = 0; w < LANES; ++w) {
-          store(reinterpret_cast<uint32_t*>(work.keys.data()) + (first + w) * COLUMNS + half, block[w]);
-        }
+        for (int w = 0; w < LANES; ++w) store(out + w * COLUMNS + half, block[w]);
       }
     }
   } else {

@@ -24,7 +24,7 @@ constexpr int ROW_BLOCK = 120;  // rows that one work item takes through a panel
 
 struct Int8 {
   using Real = float;
-  static constexpr int MAX_ROWS = 6;
+  static constexpr int MAX_ROWS = REGISTER_BYTES == LINE ? 6 : 4;
 };
 
 struct Int8Group {  // one group of one panel
@@ -242,6 +242,60 @@ inline void multiply_panel(const Linear& w, const char* panel, const Ahead& ahea
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+
+// One group, LANES columns at a time. AVX2 multiplies unsigned by signed bytes and adds neighbours in 16 bits, which
+// holds two products of 127 * 127 and no 255 * 127: the weights' signs go to the inputs.
+template <int ROWS>
+inline __attribute__((always_inline)) void multiply_group(const Int8Group& group, int g, const char* fetch,
+                                                          const Encoded& x, int64_t first,
+                                                          Vec<float> (&sums)[ROWS][2]) {
+  constexpr int WIDE = LINE / 32, EIGHT = 8;  // registers of a line, columns of a register
+  const __m256i ones = _mm256_set1_epi16(1), shift = _mm256_set1_epi8(char(0x80));
+  for (int half = 0; half < 2; ++half) {
+    __m256i whole[ROWS][WIDE];
+    for (int r = 0; r < ROWS; ++r) {
+      for (int c = 0; c < WIDE; ++c) whole[r][c] = _mm256_setzero_si256();
+    }
+    for (int k = 0; k < GROUP / 4; ++k) {
+      if (fetch) __builtin_prefetch(fetch + (2 * k + half) * LINE, 0, 2);
+      for (int c = 0; c < WIDE; ++c) {
+        const auto* at = reinterpret_cast<const __m256i*>(&group.weight[k][half * LANES + c * EIGHT]);
+        const __m256i weight = _mm256_xor_si256(_mm256_loadu_si256(at), shift), size = _mm256_abs_epi8(weight);
+        for (int r = 0; r < ROWS; ++r) {
+          int32_t quad;
+          std::memcpy(&quad, x.row<int8_t>(first + r) + g * GROUP + k * 4, 4);
+          const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(quad), weight));
+          whole[r][c] = _mm256_add_epi32(whole[r][c], _mm256_madd_epi16(pairs, ones));
+        }
+      }
+    }
+    for (int c = 0; c < WIDE; ++c) {
+      const int column = half * LANES + c * EIGHT;
+      const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group.scale + column));
+      const auto scales = bits_as<Register<float>>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+      for (int r = 0; r < ROWS; ++r) {
+        float* sum = reinterpret_cast<float*>(&sums[r][0]) + column;
+        const auto product = Register<float>(_mm256_cvtepi32_ps(whole[r][c]));
+        store_register(sum, load_register(sum) + product * (scales * x.scale[(first + r) * x.groups + g]));
+      }
+    }
+  }
+}
+
+template <int ROWS>
+inline __attribute__((always_inline)) void multiply_int8(const Linear& w, const char* panel, const Ahead& ahead,
+                                                         const Encoded& x, int64_t first, Vec<float> (&sums)[ROWS][2]) {
+  const auto* group = reinterpret_cast<const Int8Group*>(panel);
+  for (int g = 0; g < divide_up(w.inputs, GROUP); ++g, ++group) {
+    const char* fetch = ahead.of(g) ? ahead.data + g * sizeof(Int8Group) : nullptr;
+    if (fetch) __builtin_prefetch(fetch + sizeof(Int8Group) - LINE, 0, 2);
+    multiply_group<ROWS>(*group, g, fetch, x, first, sums);
+  }
+}
+
+#else
+
 inline Vec<int32_t> dot4(Vec<int32_t> sum, const uint8_t (*weight)[4], const int8_t* x) {
 #if defined(__AVX512VNNI__)
   int32_t quad;
@@ -283,6 +337,8 @@ inline __attribute__((always_inline)) void multiply_int8(const Linear& w, const 
     }
   }
 }
+
+#endif
 
 // finish(row, panel, low, high) takes the 32 results of each row and panel (bias added), on some thread of the team.
 template <class Format, class Finish>

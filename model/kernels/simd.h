@@ -1,5 +1,6 @@
-// Vectors of one 64-byte register, written with the compiler's vector extensions: AVX-512 where the machine has it, and
-// whatever the compiler lowers them to (AVX2, NEON, plain code) elsewhere. Only two dot products are intrinsics.
+// Vectors of 64 bytes, written with the compiler's vector extensions: a register with AVX-512. Elsewhere the compiler
+// lowers them to several (AVX2, NEON) that pass through memory, which is good enough but for products and transposition:
+// those work on `Register`s, as wide as the machine's. Only dot products are intrinsics.
 #pragma once
 
 #include <cmath>
@@ -9,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -26,7 +27,23 @@ template <class Real>
 using Vec = typename VectorOf<Real>::type;
 typedef bf16 Bf16x16 __attribute__((vector_size(32), aligned(2), may_alias));
 
-constexpr int LANES = 16;     // 32-bit lanes of a register
+#if defined(__AVX512F__)
+constexpr int REGISTER_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int REGISTER_BYTES = 32;
+#else
+constexpr int REGISTER_BYTES = 16;
+#endif
+template <class Word>
+struct RegisterOf {
+  typedef Word type __attribute__((vector_size(REGISTER_BYTES)));
+  typedef Word unaligned __attribute__((vector_size(REGISTER_BYTES), aligned(sizeof(Word)), may_alias));
+};
+template <class Word>
+using Register = typename RegisterOf<Word>::type;
+
+constexpr int LINE = 64;      // bytes of a cache line, and of a Vec
+constexpr int LANES = 16;     // 32-bit lanes of a Vec
 constexpr int COLUMNS = 32;   // columns of a weight panel, and keys of an attention tile
 
 template <class Real>
@@ -40,6 +57,16 @@ inline Vec<Real> load(const Real* p) {
 template <class Real>
 inline void store(Real* p, Vec<Real> v) {
   *reinterpret_cast<typename VectorOf<Real>::unaligned*>(p) = v;
+}
+
+template <class Word>
+inline Register<Word> load_register(const Word* p) {
+  return *reinterpret_cast<const typename RegisterOf<Word>::unaligned*>(p);
+}
+
+template <class Word>
+inline void store_register(Word* p, Register<Word> v) {
+  *reinterpret_cast<typename RegisterOf<Word>::unaligned*>(p) = v;
 }
 
 template <class Real>

@@ -24,7 +24,11 @@ constexpr int ROW_BLOCK = 120;  // rows that one work item takes through a panel
 
 struct Int8 {
   using Real = float;
-  static constexpr int MAX_ROWS = REGISTER_BYTES == LINE ? 6 : 4;
+#if defined(__AVX512VNNI__)
+  static constexpr int MAX_ROWS = 6;
+#else
+  static constexpr int MAX_ROWS = 4;
+#endif
 };
 
 struct Int8Group {  // one group of one panel
@@ -273,11 +277,11 @@ inline __attribute__((always_inline)) void multiply_group(const Int8Group& group
     for (int c = 0; c < WIDE; ++c) {
       const int column = half * LANES + c * EIGHT;
       const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group.scale + column));
-      const auto scales = bits_as<Register<float>>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+      const __m256 scales = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
       for (int r = 0; r < ROWS; ++r) {
         float* sum = reinterpret_cast<float*>(&sums[r][0]) + column;
-        const auto product = Register<float>(_mm256_cvtepi32_ps(whole[r][c]));
-        store_register(sum, load_register(sum) + product * (scales * x.scale[(first + r) * x.groups + g]));
+        const __m256 product = _mm256_cvtepi32_ps(whole[r][c]);
+        _mm256_storeu_ps(sum, _mm256_loadu_ps(sum) + product * (scales * x.scale[(first + r) * x.groups + g]));
       }
     }
   }

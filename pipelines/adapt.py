@@ -59,7 +59,15 @@ from pipelines.training.curve import draw_curves
 from pipelines.training.evaluating import evaluation_settings
 from pipelines.training.launch import train
 from pipelines.training.options import TwoTowerSection, two_tower_settings
-from pipelines.training.resources import Placement, cluster_expected, cluster_here, place_workers, wait_for_workers
+from pipelines.training.resources import (
+    Placement,
+    cluster_expected,
+    cluster_here,
+    device_of,
+    number_format,
+    place_workers,
+    wait_for_workers,
+)
 from pipelines.training.section import TrainSection, worker_keys
 
 ROWS = "rows"
@@ -120,6 +128,7 @@ class AdaptConfig(JobConfig):
 def run(config: AdaptConfig) -> dict[str, Any]:
     """Prepare, train and, if asked, assess; returns the training's figures."""
     base = config.model or str(demo_base_model())
+    config = _resolved(config)
     with OutputFolder(str(config.output), job="adapt", config=config, inputs=_inputs(config, base)) as output:
         if output.finished is None:
             output.finish(_adapt_or_forget(config, base, output))
@@ -130,6 +139,20 @@ def run(config: AdaptConfig) -> dict[str, Any]:
     if config.assess or (config.assess is None and not config.data):
         assess.run(_assess_config(config, base))
     return figures
+
+
+def _resolved(config: AdaptConfig) -> AdaptConfig:
+    """With what `--train.dtype auto` comes to here: the manifest and the checkpoints say what was computed in."""
+    if config.train.dtype != "auto":
+        return config
+    if os.environ.get("RAY_ADDRESS") and config.train.device == "auto":
+        connect_ray()  # to see whether it has GPUs
+    return _computed_in(config, device_of(config.train, cluster_expected()))
+
+
+def _computed_in(config: AdaptConfig, device: str) -> AdaptConfig:
+    train = config.train.model_copy(update={"dtype": number_format(config.train, device)})
+    return config.model_copy(update={"train": train})
 
 
 def run_chain(config: AdaptConfig) -> dict[str, Any]:
@@ -143,6 +166,7 @@ def plan(config: AdaptConfig) -> dict[str, Any]:
     if not cluster.here and "auto" in (config.train.workers, config.train.device):
         return {"workers": config.train.workers, "device": config.train.device, "decided": "on the cluster"}
     placement = place_workers(config.train, cluster)
+    config = _computed_in(config, placement.device)
     settings = _settings(config, config.model or "the demo's base model", ROWS, Identity(""), placement)
     return {
         "workers": placement.text,

@@ -11,6 +11,7 @@ from pipelines.planning.hardware import Cluster
 from pipelines.planning.setup import LIVE_PARAMETERS, REDUCE_BUCKET, STREAMS, WIDTH, Setup
 from pipelines.planning.shape import Shape
 from pipelines.training.options import two_tower_settings
+from pipelines.training.resources import number_format
 from pipelines.training.section import TrainSection, worker_keys
 
 
@@ -36,7 +37,7 @@ def setup_of(config: AdaptConfig, shape: Shape, cluster: Cluster, *, streams: fl
         workers=cluster.workers,
         cuda=True,
         zero_stage=train.zero_stage,
-        width=WIDTH[train.dtype],
+        width=WIDTH[number_format(train, "cuda")],
         micro_rows=_micro_rows(train, config.pack.context_length * (streams + frozen)),
         rows_per_step=train.rows_per_step,
         row_tokens=config.pack.context_length,
@@ -67,7 +68,7 @@ def _check(config: AdaptConfig, cluster: Cluster) -> None:
         workers=cluster.workers,
         threads=1,
         two_tower=two_tower_settings(config.objective, config.two_tower),
-        **worker_keys(config.train),
+        **worker_keys(config.train) | {"dtype": number_format(config.train, "cuda")},
     ).check()
 
 

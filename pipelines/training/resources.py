@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from model.errors import JobError, UserError
+from model.packed_linear import cpu_multiplies_bfloat16
 from pipelines.training.section import TrainSection
 
 REPORT_EVERY_S = 5.0
@@ -121,7 +122,7 @@ def _provider_of(path: Path) -> str:
 
 def place_workers(train: TrainSection, cluster: Cluster) -> Placement:
     """The placement for `train` on `cluster`. Raises UserError where `auto` would have to guess about a cluster."""
-    device = _device(train, cluster)
+    device = device_of(train, cluster)
     workers = _workers(train, cluster, device)
     cpus = train.cpus_per_worker or _cpus(cluster, workers)
     threads = max(1, int(cpus))
@@ -129,7 +130,15 @@ def place_workers(train: TrainSection, cluster: Cluster) -> Placement:
     return Placement(workers, device, cpus, min(threads, int(limit)) if limit.isdigit() and int(limit) else threads)
 
 
-def _device(train: TrainSection, cluster: Cluster) -> str:
+def number_format(train: TrainSection, device: str) -> str:
+    """What `--train.dtype` comes to on cpu or cuda. Of workers on CPUs this machine's says what theirs can."""
+    if train.dtype != "auto":
+        return train.dtype
+    return "bfloat16" if device == "cuda" or cpu_multiplies_bfloat16() else "float32"
+
+
+def device_of(train: TrainSection, cluster: Cluster) -> str:
+    """cpu or cuda. Raises UserError where `auto` would have to guess about a cluster."""
     if train.device != "auto":
         return {"cpu": "cpu", "gpu": "cuda"}[train.device]
     if sum(cluster.gpus):

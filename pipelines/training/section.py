@@ -51,8 +51,10 @@ class TrainSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices, per unit of learning rate")
     beta2: float = Field(0.95, gt=0, lt=1, description="AdamW's decay of the second moment, per step")
     clip: float = Field(1.0, ge=0, description="largest norm of a step's gradient; 0 does not clip")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="number format of forward and backward; the optimizer's copy is float32"
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="number format of forward and backward; the optimizer's copy is float32. auto: bfloat16 on a GPU "
+        "and on a CPU that multiplies it, else float32",
     )
     zero_stage: int = Field(
         3,

@@ -316,8 +316,9 @@ def test_a_model_that_is_not_known_is_refused(
 
 # ------------------------------------------------------------------------------------------------- other processors
 @pytest.mark.slow
-def test_without_avx512_the_kernels_compute_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    library: ctypes.CDLL = build.load_library("-march=x86-64-v3")
+@pytest.mark.parametrize("architecture", ["-march=x86-64", "-march=x86-64-v3"])  # SSE2; AVX2
+def test_without_avx512_the_kernels_compute_the_same_within_rounding(architecture: str) -> None:
+    library: ctypes.CDLL = build.load_library(architecture)
     assert not library.blockcast_features() & 1
     ids = some_ids(1, 40)
     for weights, tolerance in (("float32", 1e-5), ("bfloat16", 2e-2), ("int8", 1e-5)):

@@ -44,6 +44,15 @@ def test_a_dry_run_for_a_cluster_is_decided_there_unless_the_recipe_says_it_all(
     assert yaml.safe_load(capsys.readouterr().out)["plan"]["workers"] == "64 workers of 1 GPU and 8 CPUs each"
 
 
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_a_dry_run_says_the_number_format_of_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, multiplies: bool
+) -> None:
+    monkeypatch.setattr("pipelines.training.resources.cpu_multiplies_bfloat16", lambda: multiplies)
+    assert adapt("--dry-run", "--train.device", "cpu") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["plan"]["deepspeed"]["bf16"]["enabled"] is multiplies
+
+
 def test_a_misspelt_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt("--train.step", 3) == 2
     assert "--train.steps" in last_line(capsys)

@@ -12,7 +12,7 @@ from actors.training.clock import OTHER, PHASES
 from model.errors import JobError, UserError
 from pipelines.training.curve import draw_curves, running_mean
 from pipelines.training.launch import persist
-from pipelines.training.resources import Cluster, Placement, _provider_of, joined, place_workers
+from pipelines.training.resources import Cluster, Placement, _provider_of, joined, number_format, place_workers
 from pipelines.training.section import TrainSection
 from pipelines.training.watch import WorkersLeft
 
@@ -131,3 +131,20 @@ def test_the_running_mean_starts_at_the_first_loss_and_stays_inside() -> None:
     smooth = running_mean(losses)
     assert smooth[0] == pytest.approx(4.0)
     assert losses.min() < smooth[-1] < losses.max()
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "multiplies", "expected"),
+    [
+        ("auto", "cuda", False, "bfloat16"),
+        ("auto", "cpu", True, "bfloat16"),
+        ("auto", "cpu", False, "float32"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+        ("float32", "cuda", True, "float32"),
+    ],
+)
+def test_the_number_format_is_what_the_hardware_multiplies_unless_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, multiplies: bool, expected: str
+) -> None:
+    monkeypatch.setattr("pipelines.training.resources.cpu_multiplies_bfloat16", lambda: multiplies)
+    assert number_format(TrainSection.model_validate({"dtype": asked}), device) == expected

@@ -54,12 +54,11 @@ class BlockWriter(Protocol):
         """Make ready to decode, as the decoder was told to (see `model.decoding.decoder`)."""
         ...
 
-    def __call__(self, packed: Packed, times: Tensor, states: Sequence[Any]) -> Tensor:
-        """Logits [N, V] of the packed slots. packed: R canvases of equal length; times [R]: their masked shares;
-        states: `Row.states` of each."""
+    def __call__(self, packed: Packed, times: Tensor, time_of: Tensor, states: Sequence[Any]) -> Tensor:
+        """Logits [N, V] of the packed slots. packed: R canvases, of equal length where rows hold states; times [R]:
+        their masked shares; time_of: int64 [tokens], which of them a token has; states: `Row.states` of each."""
         ...
 
     def mixed(self, packed: Packed, times: Tensor, time_of: Tensor) -> Tensor:
-        """The same of a forward with clean tokens among them. time_of: int64 [tokens], which time a token has, -1 for a
-        clean one. Only where `together`."""
+        """The same of a forward with clean tokens among them, whose time_of is -1. Only where `together`."""
         ...

@@ -153,7 +153,7 @@ class Decoder:
             parts = (request, self.room, backbone.block_diffusion, backbone.tokenizer)
             if self.writer is None:
                 return LosslessRow(*parts)
-            return LosslessTowerRow(*parts, token_shift=self.writer.token_shift)
+            return LosslessTowerRow(*parts, token_shift=self.writer.token_shift, whole=self.reader is not None)
         if self.writer is not None and request.decode.mode == "diffusion":
             assert backbone.block_diffusion is not None, "a model with a second network writes blocks"
             return TowerRow(
@@ -288,10 +288,11 @@ class Decoder:
         assert self.writer is not None, "only a model with a second network has canvases"
         queries = [turn.query for turn in turns]
         times = torch.tensor([query.time for query in queries], dtype=torch.float64)
-        if all(query.noisy for query in queries):
-            return self.writer(packed, times, [turn.row.states for turn in turns])
         parts = [np.where(np.arange(q.start, q.end) < _clean_until(q), -1, i) for i, q in enumerate(queries)]
-        return self.writer.mixed(packed, times, torch.from_numpy(np.concatenate(parts)))
+        time_of = torch.from_numpy(np.concatenate(parts))
+        if all(query.noisy for query in queries):
+            return self.writer(packed, times, time_of, [turn.row.states for turn in turns])
+        return self.writer.mixed(packed, times, time_of)
 
     def _forward(self, packed: Packed) -> Tensor:
         """Logits [N, V] of the slots."""

@@ -98,7 +98,11 @@ class TowerRow(Row):
 
 class LosslessTowerRow(LosslessRow):
     """Writes AR mode's answer: the denoiser drafts behind the last decided token, one read of the context tower says
-    which of it stands and what follows. Both see the text itself, never an unverified draft."""
+    which of it stands and what follows. Both see the text itself, never an unverified draft.
+
+    whole: the canvas has all S slots, however few of them are read, as rows need that share a forward with their
+    states; else it has the slots that are drafted, and costs no more than they do. Its time is that of S slots anyway.
+    """
 
     def __init__(
         self,
@@ -108,9 +112,11 @@ class LosslessTowerRow(LosslessRow):
         tokenizer: PreTrainedTokenizerBase,
         *,
         token_shift: bool = False,
+        whole: bool = False,
     ) -> None:
         super().__init__(request, max_length, block_diffusion, tokenizer)
         self._shift = int(token_shift)
+        self._whole = whole
         self._kept: list[int] = []  # tokens that each verification decided
         self._length = draft_length(self._kept, self._longest)
 
@@ -122,7 +128,8 @@ class LosslessTowerRow(LosslessRow):
         if self.phase is not Phase.DENOISE:
             return super().next_query(tokens)
         start = self.frontier - 1  # of the token that was decided last, the canvas's only clean one
-        ids = np.full(self._longest + 1, self._mask_token_id)
+        drafts = self._room(start + 1)
+        ids = np.full(1 + (self._longest if self._whole else drafts), self._mask_token_id)
         ids[0] = self.tokens[start]
         return Query(
             Phase.DENOISE,
@@ -131,9 +138,9 @@ class LosslessTowerRow(LosslessRow):
             start + len(ids),
             ids,
             block_start=start + 1,
-            drafts=self._room(start + 1),
+            drafts=drafts,
             noisy_from=start,
-            time=self._longest / len(ids),
+            time=self._longest / (self._longest + 1),
             shift=self._shift,
         )
 

@@ -1,6 +1,6 @@
 """Compile the C++ sources of this folder once a machine, and load them.
 
-The library is plain C++17 behind a C interface, without PyTorch's headers: it compiles in some 15 seconds (of one
+The library is plain C++17 behind a C interface, without PyTorch's headers: it compiles in 15 to 45 seconds (of one
 core), needs no ninja, and survives an update of torch. It lies in the user's cache under a hash of the sources, the
 flags and this machine's processor; it appears there by rename, so processes that compile at the same time do no harm.
 Without a compiler `load_kernels` warns once and gives None: the caller stays on PyTorch.
@@ -89,7 +89,7 @@ def _compile(architecture: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
         part = Path(folder) / target.name
         command = [*compiler, *FLAGS, architecture, str(SOURCES / "kernels.cpp"), "-o", str(part)]
-        log.info("Compiling the decoding kernels, once for this machine (some 15 seconds).")
+        log.info("Compiling the decoding kernels, once for this machine (some 15 to 45 seconds).")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not part.is_file():
             raise BuildError(

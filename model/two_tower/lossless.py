@@ -1,10 +1,10 @@
 """Lossless decoding: the denoiser drafts, the context tower verifies, and the output is the base model's own.
 
     round:  slot 0 is what AR decoding writes next (the context tower's last logits know it)
-            the denoiser drafts the other slots behind it, in a few steps
+            the denoiser drafts the slots behind it, in a few steps; how many follows how much of the row's last drafts
+            was kept
             one commit forward reads the draft and yields the AR logits of every slot
             the longest beginning that AR decoding would have written is kept, and the logit behind it opens the next
-            how much of a draft is read follows how much of the row's last ones was kept
 
 Greedy: token for token the base model's output, whatever is drafted. With a temperature each drafted token x is kept
 with probability min(1, p(x) / q(x)), else replaced by a draw from max(0, p - q): the tokens are distributed exactly as
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model.decoding.acceptance import ACCEPT, DRAFT, REPLACE, accept
 from model.decoding.requests import SamplingParams
@@ -41,13 +42,9 @@ class Draft:
     tokens: Tensor
     q: Tensor | None = None
 
-    def first(self, count: int) -> Draft:
-        """The draft's beginning. A row's own count decides, never its neighbours'."""
-        return Draft(self.tokens[:count], None if self.q is None else self.q[:count])
 
-
-Drafter = Callable[[Reader, Sequence[Writing], Sequence[int], int], list[Draft]]
-"""(reader, rows, their first tokens, how many slots each) -> a draft a row."""
+Drafter = Callable[[Reader, Writing, int, int], Draft]
+"""(reader, a row, the token its canvas begins with, how many slots to draft behind it, at least 1) -> the draft."""
 
 
 def write_lossless(
@@ -63,15 +60,18 @@ def write_lossless(
     for row in rows:
         row.write(next_tokens([row]))
     while working := [row for row in rows if not row.done]:
-        heads = [row.answer.written[-1] for row in working]
-        drafts = draft(reader, working, heads, most)
-        proposals = torch.stack([torch.cat((torch.tensor([h]), d.tokens)) for h, d in zip(heads, drafts, strict=True)])
         left = [row.request.max_tokens - len(row.answer.written) - 1 for row in working]  # the last is never drafted
-        lengths = [min(draft_length(row.answer.accepted, most), n) for row, n in zip(working, left, strict=True)]
-        proposals = proposals[:, : 1 + max(lengths)]
+        counts = [min(draft_length(row.answer.accepted, most), n) for row, n in zip(working, left, strict=True)]
+        heads = [row.answer.written[-1] for row in working]
+        drafts = [
+            draft(reader, row, head, count) if count else Draft(torch.zeros(0, dtype=torch.int64))
+            for row, head, count in zip(working, heads, counts, strict=True)
+        ]
+        rounds = [torch.cat((torch.tensor([head]), one.tokens)) for head, one in zip(heads, drafts, strict=True)]
+        proposals = pad_sequence(rounds, batch_first=True)
         reading = reader.read([row.stretch for row in working], proposals)
         for index, row in enumerate(working):
-            kept, following = verify(row, drafts[index].first(lengths[index]), reading.logits[index])
+            kept, following = verify(row, drafts[index], reading.logits[index])
             _commit(reader, row, proposals[index], kept, reading.logits[index], reading.states[index])
             row.answer.accepted.append(kept)
             row.write([*proposals[index, 1:kept].tolist(), following])
@@ -150,29 +150,28 @@ def _commit(reader: Reader, row: Writing, tokens: Tensor, kept: int, logits: Ten
 def denoiser_drafter(steps: int) -> Drafter:
     """The denoiser's drafts in so many forwards: all but the last reveal their surest slots, the last all others."""
 
-    def drafter(reader: Reader, rows: Sequence[Writing], heads: Sequence[int], count: int) -> list[Draft]:
-        mask = reader.towers.config.mask_token_id
-        canvases = torch.full((len(rows), count + 1), mask)
-        canvases[:, 0] = torch.tensor(heads)
-        masked = torch.ones_like(canvases, dtype=torch.bool)
-        masked[:, 0] = False
+    def drafter(reader: Reader, row: Writing, head: int, count: int) -> Draft:
+        mask, size = reader.towers.config.mask_token_id, reader.towers.config.block_size
+        canvas = torch.full((size if reader.towers.writer().recurrent else count + 1,), mask)
+        canvas[0] = head
+        masked = torch.arange(len(canvas)) > 0
         fixed = torch.zeros_like(masked)
         for left in range(steps, 0, -1):
-            logits = reader.denoise([r.stretch for r in rows], canvases, masked.double().mean(1)).cpu()
-            for row in rows:
-                row.answer.forwards["denoise"] += 1
+            unknown = 1 - (~masked).sum().double() / size  # of a whole block, which this is the beginning of
+            logits = reader.denoise([row.stretch], canvas[None], unknown[None])[0].cpu()
+            row.answer.forwards["denoise"] += 1
             if reader.towers.config.token_shift:
-                logits = logits.roll(1, 1)
-            logits[..., mask] = -torch.inf
+                logits = logits.roll(1, 0)
+            logits[:, mask] = -torch.inf
             if left == 1:
-                return [_last_step(row, *parts) for row, *parts in zip(rows, logits, canvases, fixed, strict=True)]
+                return _last_step(row, *(x[: count + 1] for x in (logits, canvas, fixed)))
             confidence, best = logits.double().softmax(-1).max(-1)
-            surest = confidence.masked_fill(~masked, -1.0).argsort(1, descending=True)
-            opens = torch.zeros_like(masked).scatter(1, surest[:, : -(-count // steps)], True) & masked
-            canvases = torch.where(opens, best, canvases)
+            surest = confidence.masked_fill(~masked, -1.0).argsort(descending=True)
+            opens = torch.zeros_like(masked).scatter(0, surest[: -(-(len(canvas) - 1) // steps)], True) & masked
+            canvas = torch.where(opens, best, canvas)
             masked, fixed = masked & ~opens, fixed | opens
             if not masked.any():
-                return [Draft(canvas[1:], _points(canvas[1:], logits.shape[-1])) for canvas in canvases]
+                return Draft(canvas[1 : count + 1], _points(canvas[1 : count + 1], logits.shape[-1]))
         raise AssertionError("a draft takes at least one step")
 
     return drafter

@@ -73,19 +73,35 @@ class DenoiserWriter:
         elif not self._denoiser.recurrent and can_pack(causal_lm):
             pack_linears(causal_lm)
 
-    def __call__(self, packed: Packed, times: Tensor, states: Sequence[States]) -> Tensor:
+    def __call__(self, packed: Packed, times: Tensor, time_of: Tensor, states: Sequence[States]) -> Tensor:
         if self._fused is not None:
-            return self._run_fused(self._fused, packed, times)
-        rows, size = len(times), self.towers.config.block_size
-        ids, positions = (x[0, : rows * size].view(rows, size) for x in (packed.ids, packed.positions))
+            return self._run_fused(self._fused, packed, times, time_of)
         plan: CappingPlan = Capping(packed.plan, self.storage)
         home = packed.plan.cache.device
         if self._denoiser.device != home:
             plan = Across(plan, home)
-        seeds = join_states([*states, *[states[0]] * extra_rows(rows, size)])
-        logits = denoise(self._denoiser, ids, positions, times, plan, seeds)
-        read = torch.from_numpy(packed.slots.read).to(logits.device)
-        return logits.flatten(0, 1)[read].to(home)
+        whole = self._run_rows if self._denoiser.recurrent else self._run_flat
+        logits = whole(packed, times, time_of, plan, states)
+        return logits[torch.from_numpy(packed.slots.read).to(logits.device)].to(home)
+
+    def _run_rows(
+        self, packed: Packed, times: Tensor, time_of: Tensor, plan: CappingPlan, states: Sequence[States]
+    ) -> Tensor:
+        """Logits [R * S, V]: a row each, from the states that it holds."""
+        rows = len(times)
+        ids, positions = (x[0, : len(time_of)].view(rows, -1) for x in (packed.ids, packed.positions))
+        seeds = join_states([*states, *[states[0]] * extra_rows(*ids.shape)])
+        return denoise(self._denoiser, ids, positions, times, plan, seeds).flatten(0, 1)
+
+    def _run_flat(
+        self, packed: Packed, times: Tensor, time_of: Tensor, plan: CappingPlan, states: Sequence[States]
+    ) -> Tensor:
+        """Logits [tokens, V]: canvases of any lengths behind one another."""
+        index = torch.zeros_like(packed.ids)
+        index[0, : len(time_of)] = time_of
+        keep = torch.ones_like(packed.ids, dtype=torch.bool)
+        with torch.no_grad():
+            return self._denoiser(packed.ids, packed.positions, times, index, plan, {}, keep).logits
 
     def mixed(self, packed: Packed, times: Tensor, time_of: Tensor) -> Tensor:
         assert isinstance(self._denoiser, Mixing), "two networks have a forward each"
@@ -103,11 +119,11 @@ class DenoiserWriter:
         )
         return logits[place[torch.from_numpy(packed.slots.read)]].to(home)
 
-    def _run_fused(self, fused: FusedForward, packed: Packed, times: Tensor) -> Tensor:
+    def _run_fused(self, fused: FusedForward, packed: Packed, times: Tensor, time_of: Tensor) -> Tensor:
         assert self._vectors is not None, "made with the fused forward"
         size, cache = self.towers.config.block_size, packed.plan.cache
         pieces, tables = packed.plan.descriptors
-        time_of = ((times * size).round().long() - 1).repeat_interleave(size)
+        vector_of = ((times * size).round().long() - 1)[time_of]
         return fused(
             packed.ids,
             packed.positions,
@@ -118,5 +134,5 @@ class DenoiserWriter:
             cache.keys,
             cache.values,
             packed.read[: len(packed.slots.read)],
-            (self._vectors, time_of),
+            (self._vectors, vector_of),
         )

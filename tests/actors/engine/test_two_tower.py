@@ -17,6 +17,7 @@ from actors.engine.together import generate_all
 from model.backbone import Backbone
 from model.config import DecodeConfig
 from model.decoding import GenerationRequest, GenerationResult
+from model.decoding.row import Query
 from model.decoding.tower_rows import LosslessTowerRow
 from model.errors import UserError
 from model.kernels.paged_attention import available
@@ -167,6 +168,25 @@ def test_lossless_mode_is_ar_mode_whatever_is_drafted(
     assert result.token_ids == ar.token_ids
     assert 0 < result.drafted_tokens - result.accepted_tokens < result.accepted_tokens
     assert 3 * result.forwards["commit"] < ar.forwards["commit"]
+
+
+def test_a_draft_s_canvas_holds_the_drafted_slots_and_no_more(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the token decided last; an untrained denoiser's drafts are rejected, so they grow short."""
+    canvases: list[tuple[int, int]] = []
+    ask = LosslessTowerRow.next_query
+
+    def watched(row: LosslessTowerRow, tokens: int = 0) -> Query:
+        query = ask(row, tokens)
+        if query.noisy:
+            canvases.append((len(query), query.drafts))
+        return query
+
+    monkeypatch.setattr(LosslessTowerRow, "next_query", watched)
+    answer(backbone, make_request("r", prompt_of(9), 24, mode="lossless", fused="speculative"))
+    assert all(slots == drafts + 1 for slots, drafts in canvases)
+    assert max(canvases)[0] == BLOCK and min(canvases)[0] < BLOCK
 
 
 def test_streams_tell_every_token_once_and_canvases_the_denoiser_s_blocks(backbone: Backbone) -> None:

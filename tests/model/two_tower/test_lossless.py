@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from model.decoding.requests import SamplingParams
 from model.two_tower.decoding import TowerRequest, Writing, log_likelihoods, write_tokens
-from model.two_tower.lossless import Draft, denoiser_drafter, draft_length, target_distribution, verify, write_lossless
+from model.two_tower.lossless import (
+    Draft,
+    Drafter,
+    denoiser_drafter,
+    draft_length,
+    target_distribution,
+    verify,
+    write_lossless,
+)
 from model.two_tower.reader import Reader, Stretch
 from model.two_tower.towers import TwoTower
 from tests.towers import VOCAB, shared_towers, tiny_towers
@@ -24,22 +31,19 @@ def requests(seed: int = 0, **fields: object) -> list[TowerRequest]:
     return [TowerRequest(prompt, 10 + i, **fields) for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
 
 
-def random_drafts(reader: Reader, rows: Sequence[Writing], heads: Sequence[int], count: int) -> list[Draft]:
-    generator = torch.Generator().manual_seed(sum(heads) + rows[0].stretch.length)
-    return [Draft(torch.randint(0, VOCAB, (count,), generator=generator)) for _ in rows]
+def random_drafts(reader: Reader, row: Writing, head: int, count: int) -> Draft:
+    generator = torch.Generator().manual_seed(head + row.stretch.length)
+    return Draft(torch.randint(0, VOCAB, (count,), generator=generator))
 
 
-def right_until_the_last(towers: TwoTower, wanted: list[TowerRequest]) -> object:
+def right_until_the_last(towers: TwoTower, wanted: list[TowerRequest]) -> Drafter:
     """An adversary: every draft is the true continuation, but for a last token that is always wrong."""
     truth = {r.prompt_ids: list(a.written) for r, a in zip(wanted, write_tokens(towers, wanted), strict=True)}
 
-    def drafter(reader: Reader, rows: Sequence[Writing], heads: Sequence[int], count: int) -> list[Draft]:
-        drafts = []
-        for row in rows:
-            done = len(row.answer.written)
-            tokens = (truth[row.request.prompt_ids] + [0] * count)[done : done + count]
-            drafts.append(Draft(torch.tensor([*tokens[:-1], (tokens[-1] + 1) % VOCAB])))
-        return drafts
+    def drafter(reader: Reader, row: Writing, head: int, count: int) -> Draft:
+        done = len(row.answer.written)
+        tokens = (truth[row.request.prompt_ids] + [0] * count)[done : done + count]
+        return Draft(torch.tensor([*tokens[:-1], (tokens[-1] + 1) % VOCAB]))
 
     return drafter
 
@@ -51,7 +55,7 @@ def test_the_output_is_the_base_models_whatever_is_drafted(kind: str) -> None:
     expected = [answer.token_ids for answer in write_tokens(towers, wanted)]
     drafters = (denoiser_drafter(1), denoiser_drafter(2), random_drafts, right_until_the_last(towers, wanted))
     for drafter in drafters:
-        answers = write_lossless(towers, wanted, drafter=drafter)  # type: ignore[arg-type]
+        answers = write_lossless(towers, wanted, drafter=drafter)
         assert [answer.token_ids for answer in answers] == expected
     assert max(answers[2].accepted) == towers.config.block_size - 1  # the adversary's tokens but the last were kept
 
@@ -63,9 +67,9 @@ def test_a_copy_of_the_base_model_drafts_well_and_saves_forwards(kind: str) -> N
     plain = write_tokens(towers, wanted)
     truth = {r.prompt_ids: [*a.written, *[0] * 8] for r, a in zip(wanted, plain, strict=True)}
 
-    def oracle(reader: Reader, rows: Sequence[Writing], heads: Sequence[int], count: int) -> list[Draft]:
-        done = [(truth[row.request.prompt_ids], len(row.answer.written)) for row in rows]
-        return [Draft(torch.tensor(tokens[n : n + count])) for tokens, n in done]
+    def oracle(reader: Reader, row: Writing, head: int, count: int) -> Draft:
+        done = len(row.answer.written)
+        return Draft(torch.tensor(truth[row.request.prompt_ids][done : done + count]))
 
     answers = write_lossless(towers, wanted, drafter=oracle)
     assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
@@ -82,11 +86,7 @@ def test_a_stop_token_inside_a_draft_ends_the_answer_there(kind: str) -> None:
         request = TowerRequest(wanted.prompt_ids, wanted.max_tokens, stop_token_ids=frozenset({stop}))
         (expected,), (answer,) = (
             write_tokens(towers, [request]),
-            write_lossless(
-                towers,
-                [request],
-                drafter=right_until_the_last(towers, [wanted]),  # type: ignore[arg-type]
-            ),
+            write_lossless(towers, [request], drafter=right_until_the_last(towers, [wanted])),
         )
         assert answer.token_ids == expected.token_ids and answer.token_ids[-1] == stop
         assert answer.finish_reason == expected.finish_reason == "stop"

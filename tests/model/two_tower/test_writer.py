@@ -42,15 +42,15 @@ def packed_round(reader: Reader, rows: list[Stretch], canvases: torch.Tensor) ->
 def test_the_fused_denoiser_equals_the_hooks_at_every_row_s_own_time(kind: str) -> None:
     towers = tiny_towers(kind, torch.float32)
     reader, rows, canvases = canvases_behind_text(towers)
-    times = torch.tensor(TIMES, dtype=torch.float64)
+    times, row_of = torch.tensor(TIMES, dtype=torch.float64), torch.arange(3).repeat_interleave(BLOCK)
     expected = reader.denoise(rows, canvases, times).flatten(0, 1)
     for weights, kernels, tolerance in (("model", False, 1e-6), ("model", True, 1e-5), ("int8", True, 0.2)):
         writer = DenoiserWriter(towers)
         writer.prepare(weights=weights, kernels=kernels)
         assert (writer._fused is not None) == kernels
-        logits = writer(packed_round(reader, rows, canvases), times, [{}] * 3)
+        logits = writer(packed_round(reader, rows, canvases), times, row_of, [{}] * 3)
         assert relative_error(logits, expected) < tolerance
-    swapped = writer(packed_round(reader, rows, canvases), times.flip(0), [{}] * 3)
+    swapped = writer(packed_round(reader, rows, canvases), times.flip(0), row_of, [{}] * 3)
     assert relative_error(swapped, expected) > 1e-3, "the time matters"
 
 

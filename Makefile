@@ -42,9 +42,9 @@ serve: setup
 
 # What starts servers and browsers or kills processes runs one test at a time, and waits a lot: meanwhile the tests of
 # model/ and actors/ and all fast ones take what it leaves of the machine, and tell at the end what came of them.
-# pytest's 5 means that ARGS left no test in that part: no failure, unless it left none in both.
+# They may take longer than they would alone. pytest's 5 means that ARGS left no test in that part: no failure, unless it left none in both.
 test: lint
-	@log=$$(mktemp); nice -n 19 $(BIN)/python -m pytest -m $(BESIDE) $(ARGS) >$$log 2>&1 & other=$$!; \
+	@log=$$(mktemp); nice -n 19 $(BIN)/python -m pytest -m $(BESIDE) --timeout 900 $(ARGS) >$$log 2>&1 & other=$$!; \
 	trap 'kill $$other 2>/dev/null' INT TERM; \
 	$(BIN)/python -m pytest -m $(REST) $(ARGS); rest=$$?; wait $$other; beside=$$?; \
 	echo "What ran meanwhile:"; cat $$log; rm -f $$log; \

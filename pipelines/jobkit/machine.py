@@ -11,9 +11,11 @@ import torch
 
 
 def describe_machine(dtype: str, device: str) -> dict[str, Any]:
-    """cpu (its model name), cores (usable by this process), threads (of torch), torch, dtype; gpu where one is used."""
+    """cpu (its model name), instructions (the widest vectors that torch finds: AVX2, AVX512), cores (usable by this
+    process), threads (of torch), torch, dtype; gpu where one is used."""
     found = {
         "cpu": cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -34,7 +36,8 @@ def cpu_name() -> str:
 
 
 def machine_text(machine: dict[str, Any]) -> str:
-    """One line: `AMD EPYC, 2 cores, 1 thread, torch 2.13.0, bfloat16`."""
+    """One line: `AMD EPYC with AVX512, 2 cores, 1 thread, torch 2.13.0, bfloat16`."""
+    cpu = machine["cpu"] + (f" with {machine['instructions']}" if "instructions" in machine else "")
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
-    parts = [machine.get("gpu"), machine["cpu"], f"{machine['cores']} cores", threads, f"torch {machine['torch']}"]
+    parts = [machine.get("gpu"), cpu, f"{machine['cores']} cores", threads, f"torch {machine['torch']}"]
     return ", ".join([*(part for part in parts if part), machine["dtype"]])

@@ -26,7 +26,7 @@ from tests.model.rows import MASK, random_rows
 
 SEED = 0
 KEYS = {"bench", "machine", "runs", "table", "ratios"}
-MACHINE_KEYS = {"cpu", "threads", "torch", "dtype"}
+MACHINE_KEYS = {"cpu", "instructions", "threads", "torch", "dtype"}
 
 
 def bench(name: str, output: Path, *words: object) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def begin_shifted(towers: TwoTower, rows: Sequence[Writing]) -> None:
     """Where the denoiser has a token shift, the context tower's last logits decide the first slot of a canvas."""
     if not towers.config.token_shift or not rows:
         return
-    for row, token in zip(rows, next_tokens(rows), strict=True):
+    for row, token in zip(rows, next_tokens(rows, banned=towers.config.mask_token_id), strict=True):
         row.canvas[0], row.masked[0] = token, False
         if token in row.request.stop_token_ids or len(row.answer.written) + 1 == row.request.max_tokens:
             row.write([token])
@@ -271,9 +271,12 @@ def write_tokens(towers: TwoTower, requests: Sequence[TowerRequest]) -> list[Tow
     return [row.answer for row in rows]
 
 
-def next_tokens(rows: Sequence[Writing]) -> list[int]:
-    """The token that AR decoding writes next in each row, from the context tower's last logits."""
+def next_tokens(rows: Sequence[Writing], banned: int | None = None) -> list[int]:
+    """The token that AR decoding writes next in each row, from the context tower's last logits; never `banned`, the
+    mask token, where it stands in a canvas."""
     logits = torch.stack([row.stretch.logits for row in rows if row.stretch.logits is not None]).cpu()
+    if banned is not None and banned < logits.shape[1]:
+        logits[:, banned] = -torch.inf
     asked, positions = [row.request.sampling for row in rows], torch.tensor([row.stretch.length for row in rows])
     tokens: list[int] = drawn(logits, asked, positions, step=0).tolist()
     return tokens

@@ -94,7 +94,9 @@ def tiny_towers(
     kind: str, dtype: torch.dtype = torch.float64, *, trained: bool = True, order: str = "norm_first", **overrides: Any
 ) -> TwoTower:
     """Both towers. trained: the denoiser and its time conditioning moved away from the context tower."""
-    towers = build_two_tower(tiny_decoder(kind, dtype, **overrides), TwoTowerConfig(BLOCK, MASK, order=order))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        towers = build_two_tower(tiny_decoder(kind, dtype, **overrides), TwoTowerConfig(BLOCK, MASK, order=order))
     if trained:
         scatter(towers)
     towers.writer().eval()

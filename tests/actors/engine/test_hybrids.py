@@ -68,7 +68,6 @@ def test_rows_of_every_mode_write_what_the_plain_loops_write(kind: str) -> None:
 
 
 def test_with_a_token_shift_they_write_the_plain_loops_tokens_too() -> None:
-    """Draws of a block's first token leave the mask out in both: its share of them is one in a hundred here."""
     check_all_modes(shifted(shared_towers("nemotron_h")))
 
 

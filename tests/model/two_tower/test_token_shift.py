@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,6 +101,15 @@ def test_a_request_alone_equals_the_same_request_in_a_batch() -> None:
     wanted = [TowerRequest(p, 7, sampling=s) for p, s in zip(prompts(2, 5, 8), kinds, strict=True)]
     together = write_blocks(towers, wanted)
     assert [write_blocks(towers, [one])[0].token_ids for one in wanted] == [a.token_ids for a in together]
+
+
+def test_a_block_s_first_token_is_never_the_mask_however_likely() -> None:
+    """The mask token is made the one that the base model would write first."""
+    towers = shifted(shared_towers("llama"))
+    for request in (TowerRequest(ids, 2 * BLOCK) for ids in prompts(5, 9)):
+        likeliest = write_tokens(towers, [request])[0].token_ids[0]
+        masked = replace(towers, config=replace(towers.config, mask_token_id=likeliest))
+        assert likeliest not in write_blocks(masked, [request])[0].token_ids
 
 
 def test_a_stop_token_in_a_first_slot_ends_the_answer_before_any_denoising() -> None:

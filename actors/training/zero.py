@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import platform
@@ -91,6 +92,15 @@ def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def extensions_folder() -> Path:
+    """Where this environment's DeepSpeed is compiled: another one compiles other sources, and would overwrite what runs
+    here have loaded."""
+    import deepspeed
+
+    parts = (sys.version, torch.__version__, torch.__file__, deepspeed.__version__, str(deepspeed.__file__))
+    return cache_folder() / "torch_extensions" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
 @contextlib.contextmanager
 def _alone(extension: str, user: str) -> Iterator[None]:
     """Compile an extension of DeepSpeed in here: one process of a machine at a time.
@@ -98,7 +108,7 @@ def _alone(extension: str, user: str) -> Iterator[None]:
     Whoever holds our file lock is the only builder, so torch's own lock file, if it is there, was left by the dead.
     user: what needs the extension. Raises JobError where it cannot be compiled.
     """
-    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder() / "torch_extensions")))
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with open(folder / ".lock", "w") as file:

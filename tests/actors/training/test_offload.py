@@ -10,7 +10,7 @@ import torch
 
 from actors.training.offload import Offload
 from actors.training.settings import TrainSettings, deepspeed_settings
-from actors.training.zero import build_extension, optimizer_for_cpus
+from actors.training.zero import build_extension, extensions_folder, optimizer_for_cpus
 from model.errors import JobError, UserError
 from tests.actors.training.test_train_settings import settings
 from tests.gloo import train_all
@@ -83,6 +83,16 @@ def test_without_a_compiler_what_needs_one_says_so_in_a_sentence(
         build()
     assert "could not be compiled on" in str(caught.value) and "\n" not in str(caught.value)
     assert f"{who} needs a C++ compiler on every node" in str(caught.value)
+
+
+def test_another_environment_compiles_in_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    here = extensions_folder()
+    assert here == extensions_folder()
+    monkeypatch.setattr(deepspeed, "__file__", "/another/venv/deepspeed/__init__.py")
+    elsewhere = extensions_folder()
+    assert here != elsewhere and here.parent == elsewhere.parent
 
 
 @pytest.mark.slow

@@ -213,8 +213,8 @@ def test_another_number_of_workers_goes_on_at_every_stage_and_with_an_adapter(
         expected = [line["loss"] for line in whole.metrics]
         # In bfloat16 each micro-batch rounds its gradient, and two workers make other micro-batches: one worker whole,
         # with one row a micro-batch instead of two, ended 2.3e-4 away from itself too.
-        near = {"rel": 1e-3} if "bfloat16" in name else {"abs": 1e-5}
-        assert [line["loss"] for line in resized.metrics] == pytest.approx(expected, **near), name
+        near = pytest.approx(expected, rel=1e-3) if "bfloat16" in name else pytest.approx(expected, abs=1e-5)
+        assert [line["loss"] for line in resized.metrics] == near, name
         if "adapter" in name:
             written = [load_file(one.output / "adapter" / "adapter_model.safetensors") for one in (resized, whole)]
             for key, tensor in written[1].items():

@@ -24,6 +24,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from model.packed_linear import cpu_multiplies_bfloat16
+
 JOB_LINE = "ray job submit -- python pipelines/adapt.py"
 JOB_S = 900
 START_TRIES = 3
@@ -67,7 +69,6 @@ def job_config(model: Path) -> dict:
             "rows_per_step": 4,
             "micro_rows": 2,
             "workers": 2,
-            "device": "cpu",
             "checkpoint_every": 2,
         },
         "assess": True,
@@ -159,6 +160,8 @@ def test_the_job_line_runs_the_whole_chain_on_a_head_started_in_the_checkout(hea
     output = head.storage / "adapt"
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["figures"]["steps"] == 3
+    trained_in = "bfloat16" if cpu_multiplies_bfloat16() else "float32"  # nothing was said: device and dtype are auto
+    assert manifest["config"]["train"]["dtype"] == trained_in
     assert manifest["figures"]["held_out_loss"] > 0  # on the held-out tasks' rows, without being told
     assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     model = AutoModelForCausalLM.from_pretrained(output / "model")

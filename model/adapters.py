@@ -8,17 +8,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.config import BlockDiffusionConfig
 from model.errors import UserError
 from model.sources import fetch_model, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BLOCK_DIFFUSION = "block_diffusion.json"  # ours: what the base model becomes with the adapter

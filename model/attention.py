@@ -1,6 +1,6 @@
 """Attention by plan: transformers' decoders run unchanged, the plan decides who attends to whom.
 
-`blockcast_attention` is registered with transformers' AttentionInterface under the name "blockcast". Every forward
+`register_attention` makes `blockcast_attention` known to transformers' AttentionInterface as "blockcast". Every forward
 passes `attention_plan=...`, and each layer hands its rotated queries, keys and values to `plan.attend`. Training plans
 are here; the decoding plan, which owns the cache, is in `model.decoding`.
 
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
 
 from model.capping import capped_attention, capped_score
 from model.errors import UserError
@@ -96,7 +95,12 @@ def blockcast_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, blockcast_attention)
+def register_attention() -> str:
+    """What a model is built with as attn_implementation, known to transformers from here on: `NAME`."""
+    from transformers.modeling_utils import AttentionInterface  # seconds, which a job that builds no model saves
+
+    AttentionInterface.register(NAME, blockcast_attention)
+    return NAME
 
 
 class Tile(NamedTuple):

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from model.adapters import adapter_block_diffusion, adapter_revision, merge_adapter
 from model.checksums import note_weights
@@ -34,6 +28,8 @@ from model.sources import fetch_model, first_line
 from model.weights import load_weights, quiet, take_weights
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from model.writer import BlockWriter, StatefulForward
 
 MASK_NAMES = (PUBLISHED_MASK, "<|mask|>", "<mask>", "[MASK]", "<|MASK|>")

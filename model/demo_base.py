@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from model.errors import UserError
 from model.sources import cache_folder
@@ -52,6 +52,8 @@ def _package_folder() -> Path:
 
 def convert(source: Path, target: Path) -> None:
     """Dequantise `source`/GGUF into the Hugging Face folder `target` (bfloat16 safetensors)."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which every job but the first saves
+
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     values = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     model = LlamaForCausalLM(LlamaConfig(**values))

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.ablations import supervised_where, without_padding
 from model.corruption import complementary_views, draw_noise, row_generator
@@ -33,6 +32,9 @@ from model.layout import (
 )
 from model.masks import Tokens
 from model.recurrence import Folded, is_recurrent, one_document_a_row, unclamp_time_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OBJECTIVES = ("block_diffusion", "next_token")
 HELD_OUT_EPOCH = -1  # the corruption of held-out rows never meets that of a training epoch

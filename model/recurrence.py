@@ -8,15 +8,18 @@ sequence. Blocks that are read in both directions are nothing for a recurrent la
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from model.attention import AttentionPlan, CappingPlan, StreamPlan
 from model.errors import UserError
 from model.layout import TrainingBatch
 from model.masks import CLEAN, Tokens, causal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MARKS = ("conv_kernel_size", "conv1d", "conv_1d")  # what mixers with a state call their convolution in transformers
 

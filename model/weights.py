@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from model.attention import NAME as ATTENTION
+from model.attention import register_attention
 from model.checksums import check_weights
 from model.errors import UserError
 from model.sources import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -36,7 +39,7 @@ def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=register_attention(),
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -66,7 +69,7 @@ def take_weights(
             config=config,
             state_dict=dict(weights),
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=register_attention(),
             output_loading_info=True,
             **_experts(dtype),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from model.adapters import LoraSettings
-from model.attention import NAME
+from model.attention import register_attention
 from model.backbone import load_backbone
 from model.layout import RowBatch
 from model.two_tower.adapter import default_settings
@@ -83,7 +83,9 @@ def tiny_decoder(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0, *
     config = AutoConfig.for_model(kind, **values)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=register_attention(), experts_implementation="eager"
+        )
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # what starts at 0 or 1 would hide mistakes
                 parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from model.layout import TrainingBatch
 from model.two_tower.layout import TwoTowerBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Dense bfloat16 FLOP/s by what the device's name contains, from the makers' data sheets; the longest name decides.
 PEAK_FLOPS = {

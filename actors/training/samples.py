@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from actors.engine.loop import Engine, EngineConfig
 from actors.engine.together import generate_all
@@ -28,6 +27,9 @@ from model.two_tower.config import TwoTowerConfig
 from model.two_tower.decoding import TowerAnswer, TowerRequest, write_blocks, write_tokens
 from model.two_tower.folder import TwoTowerModel
 from model.two_tower.towers import ContextTower, TwoTower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PAGE_SIZE = 16  # tokens in a page, for a network without blocks
 Write = Callable[[TwoTower, Sequence[TowerRequest]], list[TowerAnswer]]

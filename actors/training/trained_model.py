@@ -7,14 +7,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from model.backbone import Backbone, load_backbone, save_backbone
 from model.errors import JobError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FOLDER = "model"
 

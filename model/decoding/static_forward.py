@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedModel
 
 from model.attention import compiled_flex
 from model.cache import BlockCache
 from model.capping import capped_score
 from model.decoding.packing import PIECES, Packed
 from model.decoding.plan import Piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SMALLEST = 16  # query tokens of the smallest bucket
 Q_TILE = 128  # queries that share one list of pages

@@ -16,17 +16,20 @@ import logging
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from model.attention import NAME as ATTENTION
 from model.errors import UserError
 from model.kernels.build import load_kernels
 from model.kernels.paged_attention import Layout, make_layout, raise_for_status
 from model.kernels.recognise import LayerTensors, bias_of, layer_tensors, plain, sliding_window, why_not
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 WEIGHTS = ("model", "int8")

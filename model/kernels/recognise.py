@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
 
 from model.packed_linear import PackedLinear
 
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # of transformers, each with its ForCausalLM
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # inverse frequencies that never change with the length
 PLAIN = (nn.Embedding, nn.Linear, PackedLinear, nn.ModuleList, nn.SiLU)
 PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "Model", "ForCausalLM")
 INNER_PACK = 16  # rows of gate and of up that stand together in a panel
 
 
+def families() -> tuple[type[PreTrainedModel], ...]:
+    """The classes that it knows."""
+    import transformers  # whose classes cost seconds to load: whoever has a model has paid for them
+
+    return tuple(getattr(transformers, f"{family}ForCausalLM") for family in FAMILIES)
+
+
 def why_not(model: PreTrainedModel, *, hooked: bool = False) -> str | None:
     """Why the fused forward does not know this model, or None where it does. hooked: its hooks are known."""
-    if type(model) not in FAMILIES:
-        return f"{type(model).__name__} is not one of {', '.join(f.__name__ for f in FAMILIES)}"
+    known = families()
+    if type(model) not in known:
+        return f"{type(model).__name__} is not one of {', '.join(f.__name__ for f in known)}"
     config = model.config
     first = next(model.parameters())
     rotary = model.model.rotary_emb
@@ -122,9 +126,9 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
 def sliding_window(model: PreTrainedModel, layer: Any) -> int | None:
     """The sliding window that the layer attends with."""
     window = {
-        LlamaForCausalLM: lambda: None,
-        MistralForCausalLM: lambda: model.config.sliding_window,
-        Qwen2ForCausalLM: lambda: layer.self_attn.sliding_window,
-        Qwen3ForCausalLM: lambda: layer.self_attn.sliding_window,
-    }[type(model)]()
+        "Llama": lambda: None,
+        "Mistral": lambda: model.config.sliding_window,
+        "Qwen2": lambda: layer.self_attn.sliding_window,
+        "Qwen3": lambda: layer.self_attn.sliding_window,
+    }[type(model).__name__.removesuffix("ForCausalLM")]()
     return None if window is None else int(window)

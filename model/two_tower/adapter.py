@@ -18,16 +18,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from model.adapters import ALL_LINEAR, LoraSettings, begin_adapter
 from model.errors import UserError
 from model.two_tower.sublayers import ATTENTION, RECURRENT, Sublayer, decoder_layers, sublayers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEFAULT_RANK = 16
 KEY = "lora"

@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.two_tower.recurrent import LayerState, StateCache, States
 from model.two_tower.sublayers import RECURRENT, decoder_layers, sublayers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Segment(NamedTuple):

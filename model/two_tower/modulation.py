@@ -16,14 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.errors import UserError
 from model.two_tower.sublayers import ATTENTION, RECURRENT, Sublayer, decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ORDERS = ("norm_first", "published")
 SINUSOID = 256

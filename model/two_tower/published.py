@@ -17,18 +17,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from model.attention import NAME
+from model.attention import register_attention
 from model.errors import UserError
 from model.sources import fetch_model, first_line
 from model.two_tower.config import TwoTowerConfig
 from model.two_tower.towers import ContextTower, Denoiser, TwoTower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ARCHITECTURE = "NemotronHTwoTowerForCausalLM"
 MASK_TOKEN_ID = 3
@@ -140,7 +143,7 @@ def _empty(folder: Path, dtype: torch.dtype, overrides: dict[str, Any]) -> PreTr
     config.architectures = ["NemotronHForCausalLM"]
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
         )
     return model
 

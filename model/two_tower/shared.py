@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.adapters import LoraSettings
 from model.attention import AttentionPlan
@@ -29,6 +29,9 @@ from model.two_tower.towers import (
     four_tokens,
     run_tower,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SharedDenoiser(Denoiser):

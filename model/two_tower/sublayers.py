@@ -8,12 +8,14 @@ the branch, OLMo 2 has only that one. What is found is checked by running it: se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from model.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION, RECURRENT, FEED_FORWARD, EXPERTS = "attention", "recurrent", "feed_forward", "experts"
 MIXERS = {

@@ -13,11 +13,10 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from model.attention import NAME, AttentionPlan
 from model.cross_entropy import LossHead
@@ -31,6 +30,9 @@ from model.two_tower.modulation import Modulation, TimeConditioning, check_hooks
 from model.two_tower.prefix import recording
 from model.two_tower.recurrent import StateCache, States
 from model.two_tower.sublayers import decoder_layers, sublayers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ContextTower:

@@ -8,15 +8,18 @@ the layers. (`tests/oracles.py` has a slow and obvious form of the same, to test
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from model.corruption import IGNORED, complementary_views
 from model.layout import RowBatch
 from model.masks import CLEAN, NOISY_1, TAIL, Tokens, block_diffusion, dense, stream_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from actors.training.zero import start_engine
-from model.attention import NAME as ATTENTION
+from model.attention import register_attention
 from model.backbone import DTYPES
 from model.layout import RowBatch
 from model.objective import TrainingModel, make_objective, to_device
@@ -69,8 +69,8 @@ def _train(told: dict[str, Any]) -> Any:
         checkpointing=told["checkpointing"],
     )
     torch.manual_seed(0)
-    config = LlamaConfig(**told["model"], attn_implementation=ATTENTION, dtype=DTYPES[told["dtype"]])
-    model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION, dtype=DTYPES[told["dtype"]])
+    config = LlamaConfig(**told["model"], attn_implementation=register_attention(), dtype=DTYPES[told["dtype"]])
+    model = LlamaForCausalLM._from_config(config, attn_implementation=register_attention(), dtype=DTYPES[told["dtype"]])
     if told["checkpointing"]:
         model.activation_checkpointing_enable()
     engine = start_engine(TrainingModel(model).train(), settings)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 BINS = 48
 SHOWN = 6  # files with a curve of their own; all the others share one
@@ -14,6 +13,8 @@ SHOWN = 6  # files with a curve of their own; all the others share one
 
 def draw_lengths(lengths: Mapping[str, np.ndarray], context_length: int, path: Path) -> None:
     """Draw a PNG. lengths: tokens of the documents of each file, int [N], each at most context_length."""
+    from matplotlib.figure import Figure  # a second, which a job that draws nothing saves
+
     edges = np.unique(np.linspace(0, context_length, BINS + 1).astype(int))
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.add_subplot()

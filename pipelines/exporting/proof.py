@@ -8,15 +8,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from model.errors import JobError
 from pipelines.exporting import fresh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROBE_TOKENS = 64
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the largest logit; on one machine the difference is mostly 0

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from actors.training.clock import OTHER, PHASES
 from actors.training.noise import LEVELS, level_name
 
 SMOOTH = 0.9
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Lines = Sequence[Mapping[str, Any]]
 
 
 def draw_curves(records: Lines, title: str, path: Path) -> None:
     """Draw the lines of metrics.jsonl (at least one) as a PNG."""
+    from matplotlib.figure import Figure  # a second, which a job that draws nothing saves
+
     figure = Figure(figsize=(13, 8), layout="constrained")
     figure.suptitle(title)
     (loss, noise), (norm, times) = figure.subplots(2, 2)
@@ -59,6 +61,8 @@ def _draw_loss(axis: Axes, records: Lines) -> None:
 
 
 def _draw_noise(axis: Axes, records: Lines) -> None:
+    from matplotlib import colormaps
+
     axis.set(title="loss by mask ratio, running means", ylabel="nats per supervised token")
     known = [record for record in records if "loss_by_noise" in record]
     if not known:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
 
 from actors.engine.loop import Engine, EngineConfig
 from actors.engine.scheduler import Planner, plan_round
@@ -132,6 +132,8 @@ def open_setting(config: EngineBenchConfig) -> Iterator[Setting]:
 
 def _random_llama(source: str, folder: Path, config: EngineBenchConfig) -> Path:
     """A Llama of --width with random weights, the vocabulary, depth and context of the model in `source`."""
+    from transformers import LlamaForCausalLM
+
     width = config.width or 0
     like = AutoConfig.from_pretrained(source).get_text_config()
     head = min(HEAD_DIM, width)

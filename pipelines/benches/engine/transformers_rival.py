@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from model.backbone import DTYPES
 from model.decoding import GenerationRequest
@@ -14,6 +15,9 @@ from model.packed_linear import can_pack, pack_linears
 from pipelines.benches.engine.contestants import Answers
 from pipelines.benches.engine.setting import Setting
 from pipelines.benches.result import device_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_rival(setting: Setting, *, packed: bool) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from model.attention import NAME
+from model.attention import register_attention
 from model.two_tower.adapter import default_settings
 from model.two_tower.config import TwoTowerConfig
 from model.two_tower.shared import build_shared_towers
@@ -27,7 +27,7 @@ def smollm2() -> PreTrainedModel:
     )  # fmt: skip
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = register_attention()
     model = model.to_empty(device="cpu")
     model.tie_weights()
     with torch.no_grad():

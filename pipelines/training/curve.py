@@ -15,10 +15,10 @@ import numpy as np
 from actors.training.clock import OTHER, PHASES
 from actors.training.noise import LEVELS, level_name
 
-SMOOTH = 0.9
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SMOOTH = 0.9
 
 Lines = Sequence[Mapping[str, Any]]
 
